@@ -1,0 +1,199 @@
+"""The command `musejax`: argument parsing, exit codes, nothing else.
+
+Exit codes: 0 done; 1 a comparison of `check` failed; 2 wrong input, with one message on stderr; 130 interrupted by
+Ctrl-C; 141 the reader of the output went away. Modules that import JAX are imported by the subcommand that needs
+them, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+WRONG_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+
+EXAMPLES = """examples:
+  musejax generate --prompt "Tom has 3 apples."            with the small model that comes with the package
+  musejax generate CKPT --chat --prompt-file question.txt --max-new-tokens 2048
+  musejax info released                                    sizes of the 816B model, without its weights
+  musejax convert CKPT CONVERTED                           once, so that later loads are fast
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(WRONG_INPUT, f"musejax: error: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import PackageNotFoundError, version  # slow to import, so only here
+
+        try:
+            print(f"musejax {version('musejax')}")
+        except PackageNotFoundError:
+            print("musejax (not installed)")
+        parser.exit()
+
+
+def _number(kind: type, low: float, high: float, expected: str) -> Callable[[str], float]:
+    """An argparse type: a number of [low, high], or an error that says what was expected."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+            if low <= value <= high:
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return parse
+
+
+_COUNT = _number(int, 1, 2**31 - 1, "an integer of at least 1")
+_TOP_K = _number(int, 0, 2**31 - 1, "an integer of at least 0 (0 keeps all)")
+_SEED = _number(int, 0, 2**32 - 1, "an integer of 0 to 4294967295")
+_TEMPERATURE = _number(float, 0, sys.float_info.max, "a finite number of at least 0 (0 is greedy)")
+_TOP_P = _number(float, sys.float_info.min, 1, "a number above 0 and at most 1")
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        ids = [-1]
+    if any(i < 0 for i in ids):
+        raise argparse.ArgumentTypeError(f"expected token ids such as '1 2 3', got {text!r}")
+    return ids
+
+
+def _stop_string(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected at least one character, got an empty string")
+    return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="musejax", description="Muse Spark Open in JAX.", epilog=EXAMPLES,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_convert(commands)
+    _add_info(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_generate(commands) -> None:
+    p = commands.add_parser("generate", help="continue a text, or answer a question with --chat", description=(
+        "Continues a text, or answers a question with --chat. Text goes to stdout as it comes, statistics to stderr. "
+        "Ctrl-C ends the text where it is and leaves with exit code 130."))
+    p.add_argument("checkpoint", nargs="?", metavar="CKPT", help="checkpoint folder (default: the shipped nano)")
+    prompt = p.add_argument_group("prompt (default: stdin, if it is a pipe)").add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text, '-' is stdin; one last line break is dropped")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=_token_ids, help="token ids such as '1 2 3'; nothing is added")
+    chat = p.add_argument_group("chat")
+    chat.add_argument("--chat", action="store_true", help="render the prompt with the checkpoint's chat template; "
+                      "only messages to the user are shown")
+    chat.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
+    chat.add_argument("--reasoning-effort", choices=("minimal", "low", "medium", "high", "xhigh"))
+    chat.add_argument("--date", metavar="YYYY-MM-DD", help="the date that the model is told")
+    choice = p.add_argument_group("choice of tokens")
+    choice.add_argument("--max-new-tokens", metavar="N", type=_COUNT, default=256, help="(default 256)")
+    choice.add_argument("--temperature", metavar="T", type=_TEMPERATURE, default=0.0, help="0 is greedy (default)")
+    choice.add_argument("--top-p", metavar="P", type=_TOP_P, default=1.0, help="(default 1: all)")
+    choice.add_argument("--top-k", metavar="K", type=_TOP_K, default=0, help="(default 0: all)")
+    choice.add_argument("--seed", metavar="N", type=_SEED, default=0, help="(default 0)")
+    choice.add_argument("--stop", metavar="TEXT", type=_stop_string, action="append", default=[],
+                        help="end before this text; may be repeated")
+    run = p.add_argument_group("how it runs")
+    run.add_argument("--policy", choices=("canon", "exact"), default="canon",
+                     help="canon rounds to bfloat16 where the released model does (default); exact is all float32")
+    run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
+    run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1, help="1, 2, 4 or 8 (default 1)")
+    run.add_argument("--platform", choices=("cpu", "gpu"), help="(default: what JAX finds); with cpu, --devices N "
+                     "makes N devices of it")
+    run.add_argument("--prefill-chunk", metavar="ROWS", type=_COUNT, help="rows per prefill call")
+    _add_overlay(run)
+    out = p.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
+    out.add_argument("--quiet", action="store_true", help="no statistics, notes or progress")
+
+
+def _add_overlay(parser) -> None:
+    parser.add_argument("--overlay", metavar="DIR", action="append", default=[],
+                        help="folder whose tensors replace those of the same name; may be repeated")
+
+
+def _add_convert(commands) -> None:
+    p = commands.add_parser("convert", help="slice a published checkpoint once, so that later loads are fast")
+    p.add_argument("source", metavar="SRC", help="published checkpoint (a Hugging Face folder)")
+    p.add_argument("destination", metavar="DST", help="new folder; an interrupted conversion goes on where it was")
+    _add_overlay(p)
+    p.add_argument("--overwrite", action="store_true", help="replace DST if it is a converted checkpoint")
+    p.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_info(commands) -> None:
+    p = commands.add_parser("info", help="configuration, parameter and byte counts, dtypes", description=(
+        "Prints configuration, parameter and byte counts of a checkpoint, from its headers, or of a named "
+        "configuration (released, mini, nano), without any weights."))
+    p.add_argument("checkpoint", nargs="?", metavar="CKPT|PRESET", help="(default: the shipped nano)")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _add_check(commands) -> None:
+    p = commands.add_parser("check", help="compare with the golden values in a folder")
+    p.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
+    p.add_argument("--expected", metavar="FILE", help="golden values (default: FOLDER/expected.npz)")
+    _add_overlay(p)
+    p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "generate":
+        from musejax.commands.generate import run
+    elif args.command == "convert":
+        from musejax.commands.convert import run
+    elif args.command == "info":
+        from musejax.commands.info import run
+    else:
+        from musejax.commands.check import run
+    return run(args)
+
+
+def _explains_itself(err: Exception) -> bool:
+    """Whether an exception is about wrong input: one of this package's own classes, or about a named file."""
+    ours = type(err).__module__.partition(".")[0] == "musejax" and isinstance(err, (ValueError, RuntimeError))
+    return ours or isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.filename is not None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Exceptions that mean a bug are not caught."""
+    try:
+        code = _run(build_parser().parse_args(argv))
+        sys.stdout.flush()
+        return code
+    except SystemExit as done:  # argparse: help, version, wrong arguments
+        return done.code or 0
+    except KeyboardInterrupt:
+        print("musejax: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        return READER_GONE
+    except Exception as err:
+        if not _explains_itself(err):
+            raise
+        text = f"{err.filename}: {err.strerror}" if isinstance(err, OSError) and err.filename else str(err)
+        print(f"musejax: error: {text}", file=sys.stderr)
+        return WRONG_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Decoding as jitted programs over one state: prefill a prompt in chunks, then one token a step.
+
+`decode_step` is a pure function of (params, state) with fixed shapes: call `jit_decode_step`, or trace
+it into a larger program. The state is donated, so always go on with the one returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from musejax import cache as kv
+from musejax.config import ConfigError, DecodeConfig, ModelConfig
+from musejax.model import forward as fwd
+from musejax.sampling import Sampler, Sampling, choose
+from musejax.sharding import replicated
+
+CACHE_STEP = 256
+"""Caches are made in multiples of this many positions, so that few lengths are ever compiled."""
+
+
+class DecodeState(NamedTuple):
+    """State between two steps.
+
+    Attributes:
+        cache: keys and values of every position before `token`.
+        token: int32 [], the last token chosen; the next step runs it.
+        logprob: float32 [], its log-probability.
+        sampler: how tokens are chosen.
+    """
+
+    cache: kv.Cache
+    token: jax.Array
+    logprob: jax.Array
+    sampler: Sampler
+
+
+def choose_next(params, stream_1d, cache: kv.Cache, sampler: Sampler, *, config, decode, greedy, num_tokens,
+                mesh) -> DecodeState:
+    """The state whose token follows the last cached position, given that position's residual stream."""
+    raw = fwd.raw_logits(params, stream_1d, config, decode)
+    ids, logprobs = choose(raw, fwd.softcap(raw, config), cache.length[None], sampler, greedy=greedy,
+                           num_tokens=num_tokens)
+    state = DecodeState(cache, ids[0], logprobs[0], sampler)
+    if mesh is None:
+        return state
+    rest = jax.lax.with_sharding_constraint(state._replace(cache=()), replicated(mesh))
+    return rest._replace(cache=kv.keep_placement(cache, config, mesh))
+
+
+def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode: DecodeConfig, greedy: bool = True,
+                num_tokens: int | None = None, mesh: Mesh | None = None) -> DecodeState:
+    """Runs state.token through the model and chooses the token after it.
+
+    Args:
+        greedy: static; False reads temperature, top_k, top_p and seed from state.sampler.
+        num_tokens: static; ids from here on are never chosen (the tokenizer's size).
+        mesh: static; where params and cache lie, None for wherever they are.
+
+    Returns:
+        The next state: cache longer by one, token and log-probability of the new token. Once the cache
+        is full (length = max_length), further steps are undefined; the caller counts.
+    """
+    stream, cache = fwd.append(params, state.cache, state.token[None], 1, config=config, decode=decode)
+    return choose_next(params, stream, cache, state.sampler, config=config, decode=decode, greedy=greedy,
+                       num_tokens=num_tokens, mesh=mesh)
+
+
+def prefill_chunk(params: dict, cache: kv.Cache, tokens_t, num_valid, *, config: ModelConfig,
+                  decode: DecodeConfig, mesh: Mesh | None = None) -> tuple[jax.Array, kv.Cache]:
+    """Appends one chunk -> (residual stream [1, d] of its last valid row, cache)."""
+    stream, cache = fwd.append(params, cache, tokens_t, num_valid, config=config, decode=decode)
+    return jax.lax.dynamic_slice_in_dim(stream, num_valid - 1, 1), kv.keep_placement(cache, config, mesh)
+
+
+_STATIC = ("config", "decode", "mesh")
+_CHOICE = (*_STATIC, "greedy", "num_tokens")
+jit_decode_step = jax.jit(decode_step, static_argnames=_CHOICE, donate_argnames="state")
+jit_prefill_chunk = jax.jit(prefill_chunk, static_argnames=_STATIC, donate_argnames="cache")
+jit_choose_next = jax.jit(choose_next, static_argnames=_CHOICE, donate_argnames="cache")
+
+
+def cache_length(config: ModelConfig, tokens: int) -> int:
+    """Positions to allocate for this many tokens: the next multiple of CACHE_STEP within the context.
+
+    Raises:
+        ConfigError: more tokens than the context holds.
+    """
+    limit = config.max_position_embeddings
+    if tokens > limit:
+        raise ConfigError(f"context: expected at most {limit} tokens (max_position_embeddings), got {tokens}; "
+                          "shorten the prompt or ask for fewer new tokens")
+    return min(limit, -(-tokens // CACHE_STEP) * CACHE_STEP)
+
+
+def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> np.ndarray:
+    """The prompt as int32 [t].
+
+    Raises:
+        ConfigError: no token, or an id outside the vocabulary.
+    """
+    ids = np.asarray(tokens, np.int64).reshape(-1)
+    if not ids.size:
+        raise ConfigError("prompt: expected at least one token, got none")
+    bad = np.flatnonzero((ids < 0) | (ids >= config.vocab_size))
+    if bad.size:
+        raise ConfigError(f"prompt: expected ids of 0 to {config.vocab_size - 1}, got {ids[bad[0]]} at index {bad[0]}")
+    return ids.astype(np.int32)
+
+
+def prefill(params: dict, tokens: Sequence[int], max_length: int, *, config: ModelConfig, decode: DecodeConfig,
+            mesh=None) -> tuple[jax.Array, kv.Cache]:
+    """A prompt through the model in chunks of decode.prefill_chunk rows, the last one padded.
+
+    Returns:
+        (residual stream [1, d] of the last prompt token, cache).
+
+    Raises:
+        ConfigError: an empty prompt, an id outside the vocabulary, or more tokens than max_length.
+    """
+    ids = check_tokens(config, tokens)
+    if len(ids) > max_length:
+        raise ConfigError(f"prompt: expected at most {max_length} tokens (max_length), got {len(ids)}")
+    cache = kv.init_cache(config, decode.policy, max_length, mesh)
+    chunk = decode.prefill_chunk
+    run = partial(jit_prefill_chunk, config=config, decode=decode, mesh=mesh)
+    for start in range(0, len(ids), chunk):
+        part = ids[start:start + chunk]
+        padded = np.pad(part, (0, chunk - len(part)))
+        stream, cache = run(params, cache, jnp.asarray(padded), jnp.int32(len(part)))
+    return stream, cache
+
+
+def start(params: dict, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None, *,
+          config: ModelConfig, decode: DecodeConfig, num_tokens: int | None = None, mesh=None) -> DecodeState:
+    """Prefills a prompt and chooses the first token: the state to step from."""
+    sampling = sampling or Sampling()
+    stream, cache = prefill(params, tokens, max_length, config=config, decode=decode, mesh=mesh)
+    return jit_choose_next(params, stream, cache, Sampler.of(sampling), config=config, decode=decode,
+                           greedy=sampling.greedy, num_tokens=num_tokens, mesh=mesh)

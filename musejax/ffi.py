@@ -1,0 +1,165 @@
+"""Loads the compiled libraries and registers their FFI handlers, on first use.
+
+One library a platform (`musejax._cpu`, `musejax._cuda`), the same target names in both, so callers of
+`jax.ffi.ffi_call` never ask where they run. Importing this module loads no library and starts no JAX
+backend: the plain JAX path needs neither.
+"""
+
+import importlib
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ABI = 1
+"""The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
+
+_MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
+_BUILD_INFO_BYTES = 512  # kBuildInfoBytes in ffi/common/build_info.h; the handler refuses another size
+
+_loaded: dict[str, ModuleType] = {}
+_lock = threading.Lock()
+
+
+class LibraryError(RuntimeError):
+    """The compiled library is missing, or does not fit this Python code or this jaxlib."""
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """How a library was built, as its own handler reports it."""
+
+    version: str
+    abi: int
+    ffi_api: tuple[int, int]  # of the headers; a jaxlib with an older API refuses the library
+    compiler: str
+    cuda_archs: tuple[str, ...]  # of the CUDA library built along; empty without one
+
+    @property
+    def cuda(self) -> bool:
+        """Whether a CUDA library was built along."""
+        return bool(self.cuda_archs)
+
+
+def library(platform: str = "cpu") -> ModuleType:
+    """The library of `platform` ("cpu" or "cuda"), checked, with all its targets registered.
+
+    The first call starts JAX's backends; call `jax.distributed.initialize` before, if at all.
+
+    Raises:
+        LibraryError: the library is missing, too old or too new, made for another Python, or refused
+            by jaxlib. The text says what was expected, what came and what to do.
+        ValueError: unknown platform.
+    """
+    if platform not in _MODULES:
+        raise ValueError(f"expected one of {list(_MODULES)}, got {platform!r} (argument platform)")
+    with _lock:
+        if platform not in _loaded:
+            module = _import(platform)
+            _check(module, platform)
+            _register(module, platform)
+            _loaded[platform] = module
+        return _loaded[platform]
+
+
+def build_info(platform: str = "cpu") -> BuildInfo:
+    """Asks the handler `musejax_build_info` on a device of `platform`, through `jax.jit`.
+
+    Raises:
+        LibraryError: as `library`.
+        RuntimeError: no device of `platform`.
+    """
+    library(platform)
+    call = jax.ffi.ffi_call("musejax_build_info", jax.ShapeDtypeStruct((_BUILD_INFO_BYTES,), jnp.uint8))
+    with jax.default_device(jax.local_devices(backend=platform)[0]):
+        text = np.asarray(jax.jit(call)()).tobytes().rstrip(b"\0").decode()
+    fields = dict(line.split("=", 1) for line in text.splitlines())
+    major, minor = fields["ffi_api"].split(".")
+    return BuildInfo(
+        version=fields["version"],
+        abi=int(fields["abi"]),
+        ffi_api=(int(major), int(minor)),
+        compiler=fields["compiler"],
+        cuda_archs=tuple(arch for arch in fields["cuda_archs"].split(",") if arch),
+    )
+
+
+def _import(platform: str) -> ModuleType:
+    name = _MODULES[platform]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        came = _what_is_there(name, error)
+        raise LibraryError(f"{_expected(name)}, got {came}: {_remedy(platform)}") from error
+
+
+def _check(module: ModuleType, platform: str) -> None:
+    """Refuses a library whose version or ABI number is not ours: it is left from another build."""
+    wanted = metadata.version("musejax")
+    version = module.version()
+    if version != wanted:
+        age = "too old" if _release(version) < _release(wanted) else "too new"
+        came = f"{version}, which is {age}"
+    elif module.abi() != ABI:
+        age = "too old" if module.abi() < ABI else "too new"
+        came = f"ABI {module.abi()}, which is {age}"
+    else:
+        return
+    where = getattr(module, "__file__", None) or "memory"
+    raise LibraryError(f"{_expected(_MODULES[platform])}, got {came} ({where}): {_remedy(platform)}")
+
+
+def _register(module: ModuleType, platform: str) -> None:
+    # Until a backend exists JAX only queues registrations, and errors in them come up later and
+    # elsewhere. So start the backends first.
+    jax.local_devices()
+    for target, capsule in module.targets().items():
+        try:
+            jax.ffi.register_ffi_target(target, capsule, platform={"cpu": "cpu", "cuda": "CUDA"}[platform])
+        except Exception as error:
+            raise LibraryError(
+                f"expected jaxlib to accept the target {target} of {_MODULES[platform]}, got a refusal "
+                f"by jaxlib {metadata.version('jaxlib')} ({error}): {_remedy(platform)}, "
+                "or install the newer jaxlib that the library was built with"
+            ) from error
+
+
+def _expected(name: str) -> str:
+    try:
+        version = metadata.version("musejax")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    return f"expected the library {name} of musejax {version} with ABI {ABI}"
+
+
+def _what_is_there(name: str, error: ImportError) -> str:
+    """In words: what an import that failed found in its place."""
+    if not isinstance(error, ModuleNotFoundError):
+        return f"a library that does not load ({error})"
+    folder = Path(__file__).parent
+    stem = name.rpartition(".")[2]
+    others = sorted(file.name for file in folder.glob(f"{stem}.*so"))
+    if others:
+        this = sys.implementation.cache_tag
+        return f"one for another Python ({', '.join(others)} in {folder}; this is {this})"
+    return f"none in {folder}"
+
+
+def _remedy(platform: str) -> str:
+    command = "pip install ." if platform == "cpu" else "MUSEJAX_CUDA=ON pip install ."
+    return (
+        f"run `{command}` in the checkout, with the Python that is to import it, "
+        "and start that Python where the checkout's folder musejax/ does not hide the installed one"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers, to tell older from newer: "0.10.2rc1" -> (0, 10, 2)."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)

@@ -1,0 +1,83 @@
+"""From a checkpoint folder to a model that runs: configuration, parameters on devices, tokenizer, template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from musejax import decode as steps
+from musejax.chat import ChatTemplate
+from musejax.checkpoint import load_params
+from musejax.config import DecodeConfig, ModelConfig
+from musejax.decode import DecodeState
+from musejax.model.module import MuseSpark
+from musejax.paths import nano_path
+from musejax.sampling import Sampling
+from musejax.sharding import make_mesh
+from musejax.tokenizer import GenerationDefaults, Tokenizer, read_generation_config
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded checkpoint and how to run it.
+
+    Attributes:
+        params: pytree of arrays, placed on `mesh`; the first argument of every step.
+        tokenizer, chat: None if the folder has none.
+        defaults: stop ids and sampling defaults of the release.
+        path: where it was loaded from.
+    """
+
+    config: ModelConfig
+    decode: DecodeConfig
+    params: dict
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+    chat: ChatTemplate | None
+    defaults: GenerationDefaults
+    path: Path
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Ids below it can be produced; None if there is no tokenizer to say so."""
+        return None if self.tokenizer is None else self.tokenizer.size
+
+    @property
+    def module(self) -> MuseSpark:
+        """The same parameters as a Flax module."""
+        return MuseSpark(self.config, self.params, self.decode)
+
+    def start(self, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None) -> DecodeState:
+        """Prefills a prompt; see `decode.start`."""
+        return steps.start(self.params, tokens, max_length, sampling, config=self.config, decode=self.decode,
+                           num_tokens=self.num_tokens, mesh=self.mesh)
+
+    def step(self, state: DecodeState, greedy: bool = True) -> DecodeState:
+        """One jitted `decode.decode_step`; the state passed in is used up."""
+        return steps.jit_decode_step(self.params, state, config=self.config, decode=self.decode, greedy=greedy,
+                                     num_tokens=self.num_tokens, mesh=self.mesh)
+
+
+def load(path: str | Path | None = None, *, devices: int | list | None = None, overlay: Sequence[str | Path] = (),
+         decode: DecodeConfig | None = None, progress: bool = False) -> Model:
+    """Loads a published (Hugging Face) or converted folder.
+
+    Args:
+        path: the folder; None takes the shipped nano model.
+        devices: how many devices, or which; 1, 2, 4 or 8 of them.
+        overlay: folders whose tensors replace those of the same name.
+        decode: how to run it; the combine order falls back to `flat` where the expert count asks for it.
+
+    Raises:
+        ConfigError, CheckpointError, TokenizerError, FileNotFoundError: with what was expected and found.
+    """
+    path = Path(path) if path is not None else nano_path()
+    mesh = make_mesh(devices)
+    config, params = load_params(path, mesh=mesh, overlay=overlay, progress=progress)
+    return Model(
+        config=config, decode=(decode or DecodeConfig()).for_model(config), params=params, mesh=mesh,
+        tokenizer=Tokenizer.find(path), chat=ChatTemplate.find(path),
+        defaults=read_generation_config(path), path=path)
