@@ -20,7 +20,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from musejax.tokenizer import EOM, EOT, END, MESSAGE, START, TokenizerError, read_json
+from musejax.tokenizer import END, EOM, EOT, MESSAGE, START, TokenizerError, read_json
 
 FILE = "chat_template.jinja"
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh")

@@ -95,8 +95,8 @@ def _add_generate(commands) -> None:
     p.add_argument("checkpoint", nargs="?", metavar="CKPT", help="checkpoint folder (default: the shipped nano)")
     prompt = p.add_argument_group("prompt (default: stdin, if it is a pipe)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text, '-' is stdin; one last line break is dropped")
-    prompt.add_argument("--prompt-ids", metavar="IDS", type=_token_ids, help="token ids such as '1 2 3'; nothing is added")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text, '-' is stdin; a last line break is dropped")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=_token_ids, help="such as '1 2 3'; no BOS is added")
     chat = p.add_argument_group("chat")
     chat.add_argument("--chat", action="store_true", help="render the prompt with the checkpoint's chat template; "
                       "only messages to the user are shown")
@@ -115,7 +115,8 @@ def _add_generate(commands) -> None:
     run.add_argument("--policy", choices=("canon", "exact"), default="canon",
                      help="canon rounds to bfloat16 where the released model does (default); exact is all float32")
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
-    run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1, help="1, 2, 4 or 8 (default 1)")
+    run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
+                     help="1, 2, 4 or 8 (default 1)")
     run.add_argument("--platform", choices=("cpu", "gpu"), help="(default: what JAX finds); with cpu, --devices N "
                      "makes N devices of it")
     run.add_argument("--prefill-chunk", metavar="ROWS", type=_COUNT, help="rows per prefill call")

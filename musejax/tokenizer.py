@@ -99,7 +99,7 @@ class Tokenizer:
             raise TokenizerError(f"{FILE}: expected a BOS token ({BOS}), found none")
         ids = self._encode(text, parse_special)
         if not parse_special and not self.special_ids.isdisjoint(ids):
-            # Not flagged as special in the file, or a word of the vocabulary as well. Cut, it cannot match.
+            # Not flagged as special in the file, or a word of the vocabulary as well: cut in two, it cannot match.
             ids = [i for part in self._cut_specials(text) for i in self._encode(part, False)]
         return [self.bos_id, *ids] if bos and ids[:1] != [self.bos_id] else ids
 

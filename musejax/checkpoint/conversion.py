@@ -1,0 +1,182 @@
+"""Published checkpoint -> converted folder: streamed, resumable, and never half there.
+
+The work happens in `DST.converting`, one part (a layer) after another; each finished part is recorded there. The
+folder gets its final name when everything is in it. A conversion of the same source that starts again keeps the
+finished parts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from musejax.checkpoint.container import (
+    FORMAT_NUMBER,
+    STATE,
+    UNFINISHED,
+    file_sizes,
+    is_converted,
+    parts_of,
+    read_state,
+    save_part,
+    table_digest,
+    work_folder,
+    write_json,
+    write_manifest,
+)
+from musejax.checkpoint.errors import CheckpointError
+from musejax.checkpoint.load import require_checkpoint
+from musejax.checkpoint.progress import bar, say
+from musejax.checkpoint.published import Published, open_published, warn_of_rounding
+
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json", "chat_template.jinja", "README.md")
+"""Copied from the source when it has them."""
+
+HEADROOM = 64 << 20
+"""Bytes of disk asked for beyond the tensors: Orbax metadata and side files."""
+
+
+def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] | str | Path = (),
+            progress: bool = True, overwrite: bool = False) -> Path:
+    """Converts a published checkpoint into a folder that `load_params` restores on 1, 2, 4 or 8 devices.
+
+    Memory: two to three layers (one mapped from the source, one or two in write buffers), whatever the number of
+    layers. Nothing is put on an accelerator.
+
+    Args:
+        src: Hugging Face folder.
+        dst: folder to make; its parent is made too.
+        overlay: folders whose tensors replace those of the same name.
+        progress: whether to show a progress bar and messages on stderr.
+        overwrite: replace `dst` if it is a converted checkpoint.
+
+    Returns:
+        The absolute path of `dst`.
+
+    Raises:
+        CheckpointError: faults in the source, sizes that 8 slices do not divide, `dst` in the way, no disk space,
+            another conversion to `dst` at work. `dst` is then as it was.
+        ConfigError: the source's config cannot run.
+    """
+    src, dst = Path(src), Path(dst).resolve()
+    require_checkpoint(src)
+    if is_converted(src):
+        raise CheckpointError(f"{src}: expected a published checkpoint (safetensors), got a converted one")
+    _check_destination(dst, overwrite)
+    published = open_published(src, overlay=overlay)
+    problems = published.config.slice_problems()
+    if problems:
+        raise CheckpointError(f"{src}: the sizes cannot be cut into 8 slices, so there is nothing to convert to:\n  "
+                              + "\n  ".join(problems)
+                              + "\nLoad the published folder directly; it runs on one device.")
+    with _working_in(work_folder(dst)) as work:
+        _convert_parts(published, work, progress)
+        for name in SIDE_FILES:
+            if (src / name).is_file():
+                shutil.copyfile(src / name, work / name)
+        write_manifest(work, published.config, _describe(published))
+        _move_into_place(work, dst)
+    return dst
+
+
+def _check_destination(dst: Path, overwrite: bool) -> None:
+    if dst.name.endswith(UNFINISHED):
+        raise CheckpointError(f"{dst}: expected a name that does not end in {UNFINISHED}; it is kept for unfinished "
+                              "conversions")
+    if not os.path.lexists(dst) or (dst.is_dir() and not any(dst.iterdir())):
+        return
+    if not is_converted(dst):
+        raise CheckpointError(f"{dst}: already exists and is not a converted checkpoint: choose another name or remove "
+                              "it")
+    if not overwrite:
+        raise CheckpointError(f"{dst}: is already a converted checkpoint: choose another name, remove it, or ask for "
+                              "overwriting")
+
+
+@contextmanager
+def _working_in(work: Path) -> Iterator[Path]:
+    """Makes the unfinished folder and holds a lock on it, which the system drops when the process dies."""
+    work.mkdir(parents=True, exist_ok=True)
+    handle = os.open(work, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{work}: another process is converting into this folder; wait for it") from None
+        yield work
+    finally:
+        if work.is_dir() and not any(work.iterdir()):
+            work.rmdir()
+        os.close(handle)
+
+
+def _describe(published: Published) -> dict:
+    """What is being converted; equal descriptions give equal bytes."""
+    digest = hashlib.sha256("".join(s.fingerprint for s in published.shards).encode()).hexdigest()
+    base, *overlays = [str(s.folder.resolve()) for s in published.shards]
+    return {"folder": base, "overlays": overlays, "fingerprint": digest,
+            "files": [f.name for s in published.shards for f in s.files]}
+
+
+def _convert_parts(published: Published, work: Path, progress: bool) -> None:
+    """Writes the parts that are not there yet."""
+    config = published.config
+    parts = parts_of(config)
+    identity = {"format_number": FORMAT_NUMBER, "table": table_digest(config), "config": config.to_hf(),
+                "fingerprint": _describe(published)["fingerprint"]}
+    state = read_state(work)
+    strange = [] if state else [f.name for f in work.iterdir() if f.name != STATE + ".tmp"]
+    if strange:
+        raise CheckpointError(f"{work}: expected a folder left by a conversion, found {strange[0]} and no {STATE}: "
+                              "move it away or choose another destination")
+    same = state.get("identity") == identity
+    finished = {name: files for name, files in state.get("parts", {}).items()
+                if same and name in parts and file_sizes(work, [name]) == files}
+    if finished:
+        say(f"resuming: {len(finished)} of {len(parts)} parts are complete", progress)
+    elif state:
+        say("starting anew: the unfinished conversion was of another source" if not same else
+            "starting anew: no part was complete", progress)
+    _remove_all_but(work, {STATE, *finished})
+    todo = {name: params for name, params in parts.items() if name not in finished}
+    _check_space(work, sum(p.nbytes for params in todo.values() for p in params))
+    warn_of_rounding(published.sources)
+
+    sources = {source.param.path: source for source in published.sources}
+    write_json(work / STATE, {"identity": identity, "parts": finished})
+    total = sum(p.nbytes for params in parts.values() for p in params)
+    kept = sum(p.nbytes for name in finished for p in parts[name])
+    with bar(total, f"convert {published.folder.name}", progress, kept) as done:
+        for name, params in todo.items():
+            save_part(work / name, {p.path[-1]: (p, sources[p.path].view()) for p in params})
+            finished[name] = file_sizes(work, [name])
+            write_json(work / STATE, {"identity": identity, "parts": finished})
+            done(sum(p.nbytes for p in params))
+
+
+def _check_space(work: Path, needed: int) -> None:
+    free = shutil.disk_usage(work).free
+    if free < needed + HEADROOM:
+        raise CheckpointError(f"{work.parent}: expected {needed + HEADROOM:,} bytes of free disk space, got {free:,}; "
+                              "free some, or choose a destination on another disk")
+
+
+def _remove_all_but(work: Path, names: set[str]) -> None:
+    for path in work.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _move_into_place(work: Path, dst: Path) -> None:
+    """Gives the complete folder its name; a checkpoint already there is removed after the new one is in place."""
+    if is_converted(dst):
+        os.replace(dst, work / "replaced")
+    os.replace(work, dst)
+    (dst / STATE).unlink()  # kept until here, so that a conversion killed just before the renaming can go on
+    shutil.rmtree(dst / "replaced", ignore_errors=True)

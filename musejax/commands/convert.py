@@ -1,0 +1,26 @@
+"""`musejax convert`: a published checkpoint -> the sliced form that loads fast."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from musejax.commands import check_overlays, checkpoint_folder, note
+
+
+def run(args: Namespace) -> int:
+    """Checks the paths, then converts.
+
+    Raises:
+        UsageError, musejax.checkpoint.CheckpointError, musejax.config.ConfigError: what was expected and found.
+    """
+    source, destination = checkpoint_folder(args.source), Path(args.destination)
+    check_overlays(args.overlay)
+
+    from musejax.checkpoint import convert
+
+    convert(source, destination, overlay=tuple(args.overlay), progress=not args.quiet,
+            overwrite=args.overwrite)
+    if not args.quiet:
+        note(f"wrote {destination}")
+    return 0

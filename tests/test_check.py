@@ -1,0 +1,134 @@
+"""`musejax check`: passes on what the reference library computed, and sees each thing broken on purpose."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from musejax import check
+from musejax import params as table
+from musejax.check import CheckError, Row, clear_rows, compare, judge_canon_layer, read_expected
+from musejax.checkpoint import load_params
+from musejax.config import MINI
+
+
+@pytest.mark.parametrize("name", ["hf_tiny", "hf_mini"])
+def test_fixtures_pass(shared, name):
+    lines = []
+    rows = check.run(shared / "data" / name, report=lines.append)
+    assert all(r.passed for r in rows), "\n".join(lines)
+    assert len(lines) == len(rows) > 15
+    assert all(r.unjudged == 0 for r in rows)  # the shipped fixtures have no near ties
+    json.dumps(check.to_json(rows))
+
+
+@pytest.fixture(scope="module")
+def mini(shared):
+    config, params = load_params(shared / "data/hf_mini")
+    return config, params, read_expected(shared / "data/hf_mini/expected.npz", config)
+
+
+BREAKS = {
+    "window one too long": lambda c: dataclasses.replace(c, sliding_window=9),
+    "window one too short": lambda c: dataclasses.replace(c, sliding_window=7),
+    "multiplier": lambda c: dataclasses.replace(c, output_multiplier=0.4),
+    "rotation in a NoPE layer": lambda c: dataclasses.replace(c, layer_rope_theta=(5e5,) * 6),
+    "q scale": lambda c: dataclasses.replace(c, qk_scale_factor=2.4),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_wrong_config_fails(mini, what):
+    config, params, expected = mini
+    rows, _, _ = check.check_exact(params, BREAKS[what](config), expected)
+    assert not rows[0].passed and "streams part after layer" in rows[0].note
+
+
+def test_swapped_gate_and_up_fail_in_their_layer(mini):
+    config, params, expected = mini
+    broken = {**params, "layers": [dict(layer) for layer in params["layers"]]}
+    broken["layers"][3]["gate_up"] = broken["layers"][3]["gate_up"][:, :, ::-1]
+    rows, _, _ = check.check_exact(broken, config, expected)
+    assert not rows[0].passed and "part after layer 3" in rows[0].note
+    failed = {r.name for r in check.check_canon(broken, config, expected) if not r.passed}
+    assert failed == {"canon: layer 3, error / RMS(row)", "canon: layer 3, rows not clean"}
+
+
+def test_compare_sees_one_element_and_nan():
+    want = np.zeros((3, 4), np.float32)
+    got = want.copy()
+    got[1, 2] = 0.5
+    row = compare("x", got, want, 0.4)
+    assert (row.passed, row.worst, row.index) == (False, 0.5, (1, 2))
+    assert compare("x", got, want, 0.4, judged=1).passed
+    got[1, 2] = np.nan
+    assert not compare("x", got, want, 0.4).passed
+    assert not compare("x", want, want, 0.4, judged=0).passed  # nothing judged is not a pass
+
+
+def test_rows_after_a_near_tie_are_not_judged():
+    margins = np.full((2, 5), 0.1)
+    assert clear_rows(margins) == 5
+    margins[1, 3] = 5e-5
+    assert clear_rows(margins) == 3
+
+
+def test_canon_layer_judges_by_row():
+    want = np.ones((4, 8), np.float32)
+    got = want.copy()
+    got[0, 0] += 0.02
+    line, share = judge_canon_layer(0, got, want, np.ones(4))
+    assert line.passed and share.passed and share.worst == 0.25
+    got[0, 0] += 0.02
+    line, _ = judge_canon_layer(0, got, want, np.ones(4))
+    assert not line.passed and line.index == (0, 0)
+    line, _ = judge_canon_layer(0, got, want, np.array([1e-3, 1, 1, 1]))  # a near tie may flip
+    assert line.passed and line.unjudged == 1
+    got[:3, 0] += 0.001
+    assert not judge_canon_layer(0, got, want, np.ones(4))[1].passed  # three of four rows not clean
+
+
+def test_line_names_what_matters():
+    text = str(Row("a name", 0.5, 0.25, (1, 2), 3, 4, False, "a note"))
+    for part in ("FAIL", "a name", "5.000e-01", "(1, 2)", "2.500e-01", "3 rows", "4 not judged", "a note"):
+        assert part in text
+
+
+def test_golden_values_are_checked_first(tmp_path, shared):
+    path = tmp_path / "expected.npz"
+    with pytest.raises(CheckError, match="found no such file"):
+        read_expected(path, MINI)
+    path.write_bytes(b"junk")
+    with pytest.raises(CheckError, match="npz archive"):
+        read_expected(path, MINI)
+    np.savez(path, input_ids=np.arange(3))
+    with pytest.raises(CheckError, match="missing logits_fp32"):
+        read_expected(path, MINI)
+    arrays = dict(np.load(shared / "data/hf_mini/expected.npz"))
+    np.savez(path, **{**arrays, "logits_fp32": arrays["logits_fp32"][:, :5]})
+    with pytest.raises(CheckError, match=r"logits_fp32: expected shape \(24, 512\) from config.json, got \(24, 5\)"):
+        read_expected(path, MINI)
+
+
+def test_command_exit_codes(tmp_path, shared, capsys):
+    from musejax.cli import main
+
+    folder = tmp_path / "broken"
+    shutil.copytree(shared / "data/hf_mini", folder)
+    assert main(["check", str(folder / "nothing")]) == 2
+    (folder / "expected.npz").unlink()
+    assert main(["check", str(folder)]) == 2
+    assert "expected.npz" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["qk_scale_factor"] = 2.0
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["check", str(folder), "--expected", str(shared / "data/hf_mini/expected.npz")]) == 1
+    assert "FAIL  exact: logits" in capsys.readouterr().out
+
+
+def test_table_covers_the_fixture(mini):
+    config, params, _ = mini
+    for p in table.table(config):
+        assert table.leaf_of(params, p).shape == p.shape
