@@ -29,6 +29,10 @@ def checkpoint_folder(given: str | None) -> Path:
         return nano_path()
     path = Path(given)
     if not path.is_dir():
+        from musejax.checkpoint.container import unfinished_reason
+
+        if reason := unfinished_reason(path):
+            raise UsageError(reason)
         found = "a file" if path.exists() else "nothing"
         raise UsageError(f"{given}: expected a checkpoint folder, found {found} (a prompt goes to --prompt)")
     return path

@@ -17,7 +17,11 @@ def run(args: Namespace) -> int:
     source, destination = checkpoint_folder(args.source), Path(args.destination)
     check_overlays(args.overlay)
 
+    import jax
+
     from musejax.checkpoint import convert
+
+    jax.config.update("jax_platforms", "cpu")  # Orbax starts the backends, and a GPU would reserve its memory
 
     convert(source, destination, overlay=tuple(args.overlay), progress=not args.quiet,
             overwrite=args.overwrite)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-
 from nano.data import Lexicon, Problems
 from nano.text import Forms, Row
 
@@ -20,7 +19,7 @@ CHUNK = 128  # problems a task
 
 
 class Rows(NamedTuple):
-    """Texts as arrays: `tokens` [n, width + 1] filled up with id 0, `prompt` and `length` int32 [n] (0: an empty row)."""
+    """Texts: `tokens` [n, width + 1] filled up with id 0, `prompt` and `length` int32 [n] (0 for an empty row)."""
 
     tokens: np.ndarray
     prompt: np.ndarray
@@ -163,7 +162,7 @@ class Batches:
             places, count = order[bucket == b], recipe.tokens // width
             plan += [(places[at:at + count], width) for at in range(0, len(places) - count + 1, count)]
         if not plan:
-            raise ValueError(f"expected rows enough for one batch of {recipe.tokens} tokens, got {len(lengths)} rows an epoch")
+            raise ValueError(f"expected rows enough for one batch of {recipe.tokens} tokens, got {len(lengths)} rows")
         return [plan[k] for k in rng.permutation(len(plan))]
 
     def close(self) -> None:

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+_ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+         "seventeen eighteen nineteen").split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 WORDS = {word: i for i, word in enumerate(_ONES)} | {
     ten + ("-" + _ONES[k] if k else ""): 20 + 10 * i + k for i, ten in enumerate(_TENS) for k in range(10)}
@@ -38,24 +39,27 @@ SPOKEN = re.compile(f"{_DIGITS}|(?i:{_WORD})")  # also three, Twelve, twenty-fiv
 ANNOTATION = re.compile(r"<<([^<>]*)>>")
 EXPRESSION = re.compile(r"[-+*/(). \d,]+")
 # An annotation, or a sum in the prose that has none, "$20 - 12 = 8", or only a bare one, "15 + 33 = <<48=48>>48".
-_SUM = re.compile(rf"(?P<done><<[^<>]*>>)|(?P<left>(?:[$(] ?)*(?:{_DIGITS})(?: ?\)*[A-Za-z ]{{0,40}}[-+*/x×−–÷] ?(?:[$(] ?)*(?:{_DIGITS}))+ ?\)*[A-Za-z ]{{0,40}})= ?[$]?"
+_TERM, _UNIT, _SIGN = rf"(?:[$(] ?)*(?:{_DIGITS})", r" ?\)*[A-Za-z ]{0,40}", r"[-+*/x\u00d7\u2212\u2013\u00f7] ?"
+_SUM = re.compile(rf"(?P<done><<[^<>]*>>)|(?P<left>{_TERM}(?:{_UNIT}{_SIGN}{_TERM})+{_UNIT})= ?[$]?"
                   rf"(?:(?P<bare><<(?P<value>{_DIGITS})=(?P=value)>>)|(?=(?P<right>{_DIGITS})))")
 
 # Units and words that bring a number of their own: a literal of that value may be a constant beside such a word.
 WORDING = {
-    r"half|halv|twice|doubl|two|second|both|couple|pair|biweekly|between them|each other|weekend|bike|bicycle|twin": ("2", "0.5"),
-    r"third|thrice|tripl|triang|yard|trio": ("3",), r"quarter|fourth|squar|rectang": ("4", "0.25", "25", "0.75", "3"),
+    r"half|halv|twice|doubl|two|second|both|couple|pair|biweekly|between them|each other": ("2", "0.5"),
+    r"weekend|bike|bicycle|twin": ("2",), r"third|thrice|tripl|triang|yard|trio": ("3",),
+    r"quarter|fourth|squar|rectang": ("4", "0.25", "25", "0.75", "3"),
     r"fifth|nickel|weekday|school|work": ("5", "0.05"), r"sixth|hexagon": ("6",),
     r"week|dail|every day|per day|each day|a day": ("7",), r"tenth|dime|decade": ("10", "0.1"),
-    r"dozen|year|annual|month|inch|foot|feet": ("12",), r"weeks": ("14",), r"ounce|pound": ("16",), r"month|april|june|september|november": ("30",),
-    r"month|january|march|may|july|august|october|december": ("31",),
+    r"dozen|year|annual|month|inch|foot|feet": ("12",), r"weeks": ("14",), r"ounce|pound": ("16",),
+    r"month|april|june|september|november": ("30",), r"month|january|march|may|july|august|october|december": ("31",),
     r"minute|hour": ("60",), r"hour|day": ("24",), r"year|week": ("52",), r"year|day": ("365",),
     r"hundred|percent|%|cent\b|cents|meter|penn": ("100", "0.01"), r"thousand|kilo|gram|liter|meter": ("1000",),
     r"million": ("1000000",), r"hour|second": ("3600",), r"yard|feet|foot|inch": ("36", "3"), r"": ("1", "2"),
 }
 _PARTS = "half|halves|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundred|thousand|million|dozen"
 # A question number in one of these places is not a free quantity: clock times, ordinals, fractions, codes.
-PINNED_AFTER = re.compile(rf"\s*(?:/\s*\d|:\d|(?:st|nd|rd|th|s)\b|(?:[ap]\.?m\b)|o['’]clock|[A-Za-z]\d)|-(?:st|nd|th)\b|\s?[ap]\.m|[\s-](?:{_PARTS})|\.\d", re.I)
+PINNED_AFTER = re.compile(r"\s*(?:/\s*\d|:\d|(?:st|nd|rd|th|s)\b|(?:[ap]\.?m\b)|o['\u2019]clock|[A-Za-z]\d)"
+                          rf"|-(?:st|nd|th)\b|\s?[ap]\.m|[\s-](?:{_PARTS})|\.\d", re.I)
 PINNED_BEFORE = re.compile(r"(?:\d\s*/\s*|\d:|[A-Za-z#]|[A-Za-z]-)$")
 
 
@@ -71,7 +75,7 @@ def annotate(answer: str) -> str:
         if hit["done"]:
             return hit[0]
         code = re.sub(r"[$ ,A-Za-z]", "", re.sub(r"\bx(?= ?[$\d])|(?<=\d)x", "*", hit["left"]))
-        code = code.translate(str.maketrans("×−–÷", "*--/"))
+        code = code.translate(str.maketrans("\u00d7\u2212\u2013\u00f7", "*--/"))
         right = (hit["value"] or hit["right"]).replace(",", "")
         try:
             if _evaluate(code) != value_of(right):
@@ -170,7 +174,8 @@ def compile_problem(question: str, answer: str) -> Template:
             quantities.append(Quantity(value, decimals(value) or 0, percent))
         elif percent != quantities[i].percent:
             pinned.add(i)
-        if PINNED_AFTER.match(after) or PINNED_BEFORE.search(question[:hit.start()]) or 1900 <= value <= 2100 or value in (0, 1):
+        place = PINNED_AFTER.match(after) or PINNED_BEFORE.search(question[:hit.start()])
+        if place or 1900 <= value <= 2100 or value in (0, 1):
             pinned.add(i)
         question_parts += [question[at:hit.start()], (("q", i), hit[0])]
         at = hit.end()
@@ -229,7 +234,8 @@ def compile_problem(question: str, answer: str) -> Template:
         prose(body[at:note.start()], previous)
         at = note.end()
         left, equals, right = note[1].partition("=")
-        if not (equals and EXPRESSION.fullmatch(left) and NUMBER.fullmatch(right) and re.search(r"\d\s*[-+*/]|\)\s*[-+*/]", left)):
+        calculates = EXPRESSION.fullmatch(left) and re.search(r"[\d)]\s*[-+*/]", left)
+        if not (equals and calculates and NUMBER.fullmatch(right)):
             raise Fixed("an annotation that is no plain sum")
         code, behind, last = "", set(), 0
         answer_parts.append("<<")
@@ -280,7 +286,8 @@ def compile_problem(question: str, answer: str) -> Template:
     free = tuple(sorted(used - pinned))
     if not free:
         raise Fixed("no number is free")
-    return Template(tuple(question_parts), tuple(answer_parts), tuple(quantities), free, tuple(program), tuple(table), tuple(results))
+    return Template(tuple(question_parts), tuple(answer_parts), tuple(quantities), free, tuple(program), tuple(table),
+                    tuple(results))
 
 
 def _candidates(quantity: Quantity, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -307,7 +314,6 @@ def draw(template: Template, rng: np.random.Generator, count: int, tries: int = 
         units[i] = _candidates(template.quantities[i], rng, tries)
         columns[i] = units[i] / 10.0 ** template.quantities[i].places
     good = np.ones(tries, bool)
-    fixed = [n.value for n in template.quantities]
     for a, i in enumerate(template.free):  # two different numbers of the question stay different
         for b in range(len(columns)):
             if b != i and (b not in template.free or b in template.free[a + 1:]):
@@ -315,15 +321,15 @@ def draw(template: Template, rng: np.random.Generator, count: int, tries: int = 
     r: list = []
     scope = {"q": columns, "r": r, "c": [float(c) for c in template.constants]}
     with np.errstate(all="ignore"):
-        for code, old in zip(template.program, template.results):
+        for code, old in zip(template.program, template.results, strict=True):
             new = np.broadcast_to(np.asarray(eval(code, scope), float), (tries,))
             scale = 10.0 ** (max(decimals(old), 2) if old.denominator > 1 else 0)
             good &= np.abs(new * scale - np.rint(new * scale)) < 1e-6
             good &= (np.sign(new) == np.sign(float(old))) & (np.abs(new) <= 20 * abs(float(old)) + 100)
             r.append(new)
     chosen = np.flatnonzero(good)[:count]
-    return [[Fraction(int(units[i][k]), 10**n.places) if i in units else fixed[i] for i, n in enumerate(template.quantities)]
-            for k in chosen]
+    return [[Fraction(int(units[i][k]), 10**n.places) if i in units else n.value
+             for i, n in enumerate(template.quantities)] for k in chosen]
 
 
 def render(template: Template, values: list[Fraction]) -> tuple[str, str]:
@@ -343,7 +349,7 @@ def render(template: Template, values: list[Fraction]) -> tuple[str, str]:
 
 
 def check_answer(answer: str) -> None:
-    """Raises ValueError unless every annotation evaluates, is copied after ``>>``, and the last one is the final number."""
+    """Raises ValueError unless each annotation is right and copied after ``>>``, and the last is the final number."""
     body, _, final = answer.rpartition("\n#### ")
     result = None
     for note in ANNOTATION.finditer(body):
@@ -360,12 +366,15 @@ def check_answer(answer: str) -> None:
 
 # Names and things
 
-_VERBS = r"(?:'s|’s|has|had|have|is|was|wants|buys|bought|went|goes|made|makes|got|gets|sold|sells|needs|works|eats|ate|and|decided|can)\b"
-_UNITS = set("hours minutes days weeks months years seconds times dollars cents miles feet inches yards pounds ounces "
-             "kilometers meters kilograms grams liters gallons percent pieces people points degrees kids children students "
-             "friends hundred thousand thirds fifths quarters others less points cups bags boxes packs rows dozens ones "
-             "rounds trips questions classes pages songs stories loads tons sets units members men women boys girls "
-             "bottles parts slices packages groups kg km square sides floors rooms adults nights workers employees acres mph".split())
+_VERBS = (r"(?:'s|\u2019s|has|had|have|is|was|wants|buys|bought|went|goes|made|makes|got|gets|sold|sells|needs"
+          r"|works|eats|ate|and|decided|can)\b")
+_UNITS = set("hours minutes days weeks months years seconds times dollars cents miles feet inches yards pounds "
+             "ounces kilometers meters centimeters kilos kilograms grams liters pints quarts gallons percent "
+             "pieces points degrees kids students friends thirds fifths quarters others cups bags boxes packs "
+             "pairs rows dozens ones rounds trips questions classes pages songs stories loads tons sets units "
+             "members boys girls bottles parts slices packages groups sides floors rooms adults nights workers "
+             "employees acres males parents siblings sisters nickels dimes calories tablespoons hands legs "
+             "squares".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,11 +394,12 @@ def find_lexicon(questions: list[str]) -> Lexicon:
         follows.update(re.findall(rf"\b([A-Z][a-z]{{2,}})\b(?= ?{_VERBS})", question))
         capital = {w for w in words if re.fullmatch(r"[A-Z][a-z]{2,}", w)}
         seen.update(re.findall(r"\b[A-Z][a-z]{2,}\b", question))
-        pair = (len(re.findall(r"\b(?:she|her)\b", question, re.I)), len(re.findall(r"\b(?:he|his|him)\b", question, re.I)))
+        women = bool(re.search(r"\b(?:she|her)\b", question, re.I))
+        men = bool(re.search(r"\b(?:he|his|him)\b", question, re.I))
         for word in capital:
             total = pronouns.setdefault(word, [0, 0])
-            total[0] += pair[0] > 0 and not pair[1]
-            total[1] += pair[1] > 0 and not pair[0]
+            total[0] += women and not men
+            total[1] += men and not women
         nouns.update(re.findall(r"\b\d+ ([a-z]{3,}s)\b", question))
     names = [w for w, n in follows.items() if n >= 3 and n >= 0.3 * seen[w] and lower[w.lower()] <= 0.02 * seen[w]]
     women = tuple(sorted(w for w in names if pronouns[w][0] > 4 * pronouns[w][1] + 1))
@@ -398,21 +408,23 @@ def find_lexicon(questions: list[str]) -> Lexicon:
     return Lexicon((women, men), things)
 
 
-def swap_words(texts: tuple[str, ...], lexicon: Lexicon, rng: np.random.Generator, names: float, things: float) -> tuple[str, ...]:
-    """The texts with names (with probability `names`) and things (`things`) replaced by others, the same in all texts."""
-    joined = " ".join(texts)
-    words = set(re.findall(r"[A-Za-z]+", joined))
+def swap_words(texts: tuple[str, ...], lexicon: Lexicon, rng: np.random.Generator, names: float,
+               things: float) -> tuple[str, ...]:
+    """The texts with names (with probability `names`) and things (`things`) replaced, in the same way in all texts."""
+    words = set(re.findall(r"[A-Za-z]+", " ".join(texts)))
+
+    def others(group, count):
+        return [group[k] for k in rng.permutation(len(group))[:3 * count] if group[k] not in words]
+
     swaps: dict[str, str] = {}
     if rng.random() < names:
         for group in lexicon.names:
             present = sorted(words.intersection(group))
             if present:
-                others = [group[k] for k in rng.permutation(len(group))[:2 * len(present)] if group[k] not in words]
-                swaps.update(zip(present, others))
+                swaps.update(zip(present, others(group, len(present)), strict=False))
     if rng.random() < things:
         present = sorted(words.intersection(lexicon.things))
-        others = [lexicon.things[k] for k in rng.permutation(len(lexicon.things))[:3 * len(present)] if lexicon.things[k] not in words]
-        for old, new in zip(present, others):
+        for old, new in zip(present, others(lexicon.things, len(present)), strict=False):
             swaps[old] = new
             swaps[old[:-1]] = new[:-1]
     if not swaps:
@@ -439,7 +451,8 @@ def split(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
 class Problems:
     """Problems with their templates: `variants(i, rng, count)` gives `count` (question, answer) pairs of problem i."""
 
-    def __init__(self, pairs: list[tuple[str, str]], lexicon: Lexicon, names: float = 0.5, things: float = 0.3, keep: float = 0.1):
+    def __init__(self, pairs: list[tuple[str, str]], lexicon: Lexicon, names: float = 0.5, things: float = 0.3,
+                 keep: float = 0.1):
         self.pairs, self.lexicon, self.names, self.things, self.keep = pairs, lexicon, names, things, keep
         self.templates: list[Template | None] = []
         self.reasons: Counter = Counter()

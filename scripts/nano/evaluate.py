@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from nano.data import value_of
+from nano.text import Forms, answer_of
+from nano.training import DECODE
 
 from musejax import cache as kv
 from musejax.config import ModelConfig
 from musejax.model.forward import append, raw_logits
-from nano.data import value_of
-from nano.text import Forms, answer_of
-from nano.training import DECODE
 
 
 class Decoder:
@@ -59,8 +59,8 @@ class Decoder:
         return lax.while_loop(go_on, body, (jnp.int32(1), token, cache, is_stop(token), out))[-1]
 
     def compile(self, params_like) -> Decoder:
-        shapes = (jax.ShapeDtypeStruct((self.count, self.width), jnp.int32), jax.ShapeDtypeStruct((self.count,), jnp.int32))
-        self._compiled = jax.jit(self._program).lower(params_like, *shapes).compile()
+        tokens, valid = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self.count, self.width), (self.count,)))
+        self._compiled = jax.jit(self._program).lower(params_like, tokens, valid).compile()
         return self
 
     def __call__(self, params, prompts: list[list[int]]) -> list[list[int]]:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
+from nano.data import ANNOTATION
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from musejax.chat import EFFORTS, ChatTemplate
 from musejax.tokenizer import BOS, END, EOM, EOT, MESSAGE, START, Tokenizer
-from nano.data import ANNOTATION
 
 PAD = "<|finetune_right_pad|>"
 SPECIALS = (BOS, START, MESSAGE, EOM, EOT, END, PAD)  # the last ids of the vocabulary, in this order
@@ -45,11 +45,12 @@ def train_tokenizer(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size - len(SPECIALS), initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts + pieces * (len(texts) // 10), trainer)
     if backend.get_vocab_size() != size - len(SPECIALS):
-        raise ValueError(f"tokenizer: expected text enough for {size - len(SPECIALS)} tokens, got {backend.get_vocab_size()}")
+        raise ValueError(f"tokenizer: expected text enough for {size - len(SPECIALS)} tokens, "
+                         f"got {backend.get_vocab_size()}")
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIALS])
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, backend.token_to_id(BOS))])

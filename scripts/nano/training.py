@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from nano.batches import Rows
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from musejax.config import DecodeConfig, ModelConfig
 from musejax.model.forward import forward
 from musejax.params import assemble, init_params, leaf_of, table
-from nano.batches import Rows
 
 DECODE = DecodeConfig(experts="all")  # every expert for every row: differentiable, and GEMMs of fixed shape
 

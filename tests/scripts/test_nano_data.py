@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from nano import data, text  # noqa: E402
+from nano import data, text
 
 CLIPS = ("Ann sold clips to 48 of her friends in April, and half as many clips in May. How many clips did Ann sell?",
          "Ann sold 48/2 = <<48/2=24>>24 clips in May.\nAnn sold 48+24 = <<48+24=72>>72 clips.\n#### 72")
@@ -26,7 +26,8 @@ def train(shared):
 
 @pytest.fixture(scope="module")
 def forms():
-    words = [f"{a}{b} {c}" for a in "bcdfgklmnprst" for b in ("an", "ell", "oom", "ira") for c in ("has", "sold", "eats")]
+    endings = ("an has", "ell has", "oom sold", "ira sold", "an eats", "ell eats", "oom eats", "ira has")
+    words = [start + end for start in "bcdfgklmnprst" for end in endings]
     return text.Forms(text.train_tokenizer([" ".join(words), *CLIPS] * 20, 420))
 
 
@@ -35,18 +36,22 @@ def variants(pair, count=20):
     return [data.render(template, values) for values in data.draw(template, np.random.default_rng(0), count)]
 
 
+def numbers(sentence):
+    return [data.value_of(number) for number in data.SPOKEN.findall(sentence)]
+
+
 # ------------------------------------------------------------------ numbers
 
 
 def test_redraws_the_question_number_and_all_that_follows_from_it():
     seen = set()
     for question, answer in variants(CLIPS):
-        friends = int(re.search(r"\d+", question)[0])
-        assert answer == (f"Ann sold {friends}/2 = <<{friends}/2={friends // 2}>>{friends // 2} clips in May.\n"
-                          f"Ann sold {friends}+{friends // 2} = <<{friends}+{friends // 2}={friends * 3 // 2}>>{friends * 3 // 2}"
-                          f" clips.\n#### {friends * 3 // 2}")
-        assert friends % 2 == 0
-        seen.add(friends)
+        a = int(re.search(r"\d+", question)[0])
+        b, c = a // 2, a * 3 // 2
+        assert a % 2 == 0
+        assert answer == (f"Ann sold {a}/2 = <<{a}/2={b}>>{b} clips in May.\n"
+                          f"Ann sold {a}+{b} = <<{a}+{b}={c}>>{c} clips.\n#### {c}")
+        seen.add(a)
     assert len(seen) > 10
 
 
@@ -62,11 +67,9 @@ def test_variants_of_real_problems(train):
             for new, old in zip((question, answer), pair, strict=True):  # nothing but numbers differs
                 assert data.SPOKEN.sub("#", new) == data.SPOKEN.sub("#", old)
             # One old value of the question becomes one new value, everywhere, and no two become the same.
-            mapping = set(zip(map(data.value_of, data.SPOKEN.findall(pair[0])), map(data.value_of, data.SPOKEN.findall(question)),
-                              strict=True))
+            mapping = set(zip(numbers(pair[0]), numbers(question), strict=True))
             assert len(mapping) == len({old for old, _ in mapping}) == len({new for _, new in mapping})
-            for old, new in zip(data.SPOKEN.findall(pair[1]), data.SPOKEN.findall(answer), strict=True):
-                old, new = data.value_of(old), data.value_of(new)
+            for old, new in zip(numbers(pair[1]), numbers(answer), strict=True):
                 assert (new > 0) == (old > 0)
                 assert old.denominator > 1 or new.denominator == 1
             checked += 1
@@ -87,7 +90,7 @@ def test_the_original_numbers_give_the_original_text(train):
         question, answer = data.render(template, [n.value for n in template.quantities])
         assert question == pair[0]
         # "15.00" may have been a result of whole numbers, and "2,000" stand beside "2000": the values must agree.
-        assert [*map(data.value_of, data.SPOKEN.findall(answer))] == [*map(data.value_of, data.SPOKEN.findall(pair[1]))]
+        assert numbers(answer) == numbers(pair[1])
 
 
 @pytest.mark.parametrize("question, answer, why", [
@@ -129,9 +132,9 @@ def test_the_validator_sees_any_changed_digit_of_an_annotation():
 
 
 @pytest.mark.parametrize("value, like, written", [
-    ("1234", "12", "1234"), ("1234", "1,000", "1,234"), ("0.5", ".25", ".5"), ("0.5", "0.25", "0.5"), ("2.5", "1.50", "2.50"),
-    ("3", "1.50", "3.00"), ("3", "1.5", "3"), ("12", "Three", "Twelve"), ("45", "five", "forty-five"), ("250", "five", "250"),
-    ("-3", "7", "-3"),
+    ("1234", "12", "1234"), ("1234", "1,000", "1,234"), ("0.5", ".25", ".5"), ("0.5", "0.25", "0.5"),
+    ("-3", "7", "-3"), ("2.5", "1.50", "2.50"), ("3", "1.50", "3.00"), ("3", "1.5", "3"),
+    ("12", "Three", "Twelve"), ("250", "five", "250"), ("45", "five", "forty-five"), ("2", "five", "2"),
 ])
 def test_write_number(value, like, written):
     assert data.write_number(Fraction(value), like) == written
@@ -193,8 +196,8 @@ def test_tokenizer_layout(forms):
     assert len(forms.tokenizer.encode("2048", bos=False, parse_special=False)) == 4  # each digit its own token
 
 
-CHAT = ("<|begin_of_text|><|start|>system<|message|>You solve grade-school maths problems.{}\n\nReasoning strength: {}.\n\n"
-        "Recipients: self, user.<|eot|><|start|>user<|message|>{}<|eot|>")
+CHAT = ("<|begin_of_text|><|start|>system<|message|>You solve grade-school maths problems.{}\n\nReasoning strength: {}."
+        "\n\nRecipients: self, user.<|eot|><|start|>user<|message|>{}<|eot|>")
 
 
 def test_template_golden(forms):
@@ -205,8 +208,8 @@ def test_template_golden(forms):
         assert render([user], reasoning_effort=effort).startswith(CHAT.format("", number, "What is 2+2?"))
     assert render([{"role": "system", "content": "Be brief."}, user], date="2026-09-25") == CHAT.format(
         "\n\nCurrent date: 2026-09-25.\n\nBe brief.", 64, "What is 2+2?") + "<|start|>assistant"
-    turns = [user, {"role": "assistant", "reasoning_content": "2+2=4", "content": "4"}, {"role": "user", "content": "And 3+3?"},
-             {"role": "assistant", "content": "6"}]
+    turns = [user, {"role": "assistant", "reasoning_content": "2+2=4", "content": "4"},
+             {"role": "user", "content": "And 3+3?"}, {"role": "assistant", "content": "6"}]
     assert render(turns, add_generation_prompt=False) == (
         CHAT.format("", 64, "What is 2+2?") + "<|start|>assistant to=self<|message|>2+2=4<|eom|>"
         "<|start|>assistant to=user<|message|>4<|eot|><|start|>user<|message|>And 3+3?<|eot|>"
@@ -242,7 +245,8 @@ def test_the_template_itself_rewrites(forms):
 
 def test_rows(forms):
     decode, end = forms.tokenizer.decode, "<|end_of_text|>"
-    for labelled, shown in ((False, f"<|begin_of_text|>{CLIPS[0]}\n"), (True, f"<|begin_of_text|>Question: {CLIPS[0]}\nAnswer: ")):
+    for labelled, shown in ((False, f"{CLIPS[0]}\n"), (True, f"Question: {CLIPS[0]}\nAnswer: ")):
+        shown = "<|begin_of_text|>" + shown
         row = forms.plain_row(*CLIPS, labelled)
         assert decode(row.ids) == shown + CLIPS[1] + end
         assert decode(row.ids[:row.prompt]) == shown[:-1]
@@ -261,13 +265,15 @@ def test_noise_changes_words_of_the_question_only(forms):
         plain, row = (f.row(*CLIPS, np.random.default_rng(seed)) for f in (forms, noisy))
         assert row.prompt == plain.prompt and row.ids[row.prompt:] == plain.ids[plain.prompt:]
         differs = [i for i, j in zip(plain.ids, row.ids, strict=True) if i != j]
-        assert not any(c.isdigit() for c in forms.tokenizer.decode(differs)) and not forms.tokenizer.special_ids & set(differs)
+        assert not any(c.isdigit() for c in forms.tokenizer.decode(differs))
+        assert not forms.tokenizer.special_ids & set(differs)
         changed += len(differs)
     assert changed
 
 
 @pytest.mark.parametrize("generated, number", [
-    ("so 4.\n#### 1,234", "1234"), ("#### -5", "-5"), ("#### 7.", "7"), ("#### 9<|eot|>", "9"), ("so 4", None), ("####", None),
+    ("so 4.\n#### 1,234", "1234"), ("#### -5", "-5"), ("#### 7.", "7"), ("#### 9<|eot|>", "9"), ("so 4", None),
+    ("####", None),
 ])
 def test_answer_of(generated, number):
     assert text.answer_of(generated) == number

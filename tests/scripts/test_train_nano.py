@@ -11,7 +11,7 @@ from helpers import assert_same_bits
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import train_nano  # noqa: E402
+import train_nano
 
 STEPS = 4
 
@@ -47,14 +47,15 @@ def command(config, shared, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
-    before = {name: getattr(jax.config, name) for name in (
-        "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")}
-    for name, value in zip(before, (str(folder / "compiled"), 0.0, -1), strict=True):
+    cache = {"jax_compilation_cache_dir": str(folder / "compiled"), "jax_persistent_cache_min_compile_time_secs": 0.0,
+             "jax_persistent_cache_min_entry_size_bytes": -1}
+    before = {name: getattr(jax.config, name) for name in cache}
+    for name, value in cache.items():
         jax.config.update(name, value)
     data = shared / "data"
     yield ["--data", str(data / "gsm8k_train.jsonl"), "--test", str(data / "gsm8k_test.jsonl"), "--config", str(folder),
-           *"--tokens-per-step 1024 --widths 256 --problems 120 --held-out 4 --eval-every 2 --eval-problems 2 --new-tokens 4 "
-            f"--workers 0 --steps {STEPS} --save-every 1".split()]
+           *"--tokens-per-step 1024 --widths 256 --problems 120 --held-out 4 --eval-every 2 --eval-problems 2".split(),
+           *f"--new-tokens 4 --workers 0 --steps {STEPS} --save-every 1".split()]
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -81,7 +82,8 @@ def test_killed_and_resumed_equals_unbroken(command, whole, tmp_path):
     steps = []
     train_nano.main(options, on_step=steps.append)
     assert steps == [3, 4]
-    with safe_open(whole[0] / "state" / "state.safetensors", "np") as a, safe_open(tmp_path / "state" / "state.safetensors", "np") as b:
+    file = "state/state.safetensors"
+    with safe_open(whole[0] / file, "np") as a, safe_open(tmp_path / file, "np") as b:
         assert set(a.keys()) == set(b.keys())
         for name in a.keys():
             assert_same_bits(a.get_tensor(name), b.get_tensor(name))
@@ -114,12 +116,10 @@ def test_written_checkpoint(config, whole):
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert list(index) == sorted(p.hf_key for p in table(config)) and len(set(index.values())) == 2
     with safe_open(whole[0] / "state" / "state.safetensors", "np") as state:  # the averaged weights, rounded
-        names = set(state.keys())
         for param in table(config):
             path = "".join(f"[{key!r}]" for key in param.path)
-            options = [state.get_tensor(f"{root}{path}").astype(param.dtype) for root in ("['state']['ema']", "['best']")]
-            assert f"['state']['ema']{path}" in names
-            assert any(np.array_equal(np.asarray(leaf_of(params, param)), option) for option in options), param.name
+            averages = [state.get_tensor(root + path).astype(param.dtype) for root in ("['state']['ema']", "['best']")]
+            assert any(np.array_equal(np.asarray(leaf_of(params, param)), a) for a in averages), param.name
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.size == 512 and tokenizer.bos_id == 505
     assert read_generation_config(folder).stop_ids == (510, 509) == tokenizer.stop_ids
@@ -129,7 +129,8 @@ def test_written_checkpoint(config, whole):
 def test_card(whole):
     folder, facts = whole
     card = (folder / "nano" / "README.md").read_text()
-    for wanted in ("license:", "GSM8K test, chat template | 2 |", "MIT", f"| {STEPS} |", "python scripts/train_nano.py --data gsm8k_train.jsonl"):
+    for wanted in ("license:", "GSM8K test, chat template | 2 |", "MIT", f"| {STEPS} |",
+                   "python scripts/train_nano.py --data gsm8k_train.jsonl"):
         assert wanted in card
     assert not re.search(r"(?<![\w.])/(?:tmp|home|root|work|usr)/", card)
     assert [h["step"] for h in facts["history"]] == [2, 4]
@@ -148,7 +149,8 @@ def test_batches_do_not_depend_on_where_they_start(shared):
 
     pairs = tuple(data.load(shared / "data" / "gsm8k_train.jsonl", 60))
     backend = text.train_tokenizer((s for pair in pairs for s in pair), 512)
-    recipe = batches.Recipe(pairs, data.find_lexicon([q for q, _ in pairs]), backend.to_str(), 0, (256, 512), 4096, variants=1)
+    lexicon = data.find_lexicon([question for question, _ in pairs])
+    recipe = batches.Recipe(pairs, lexicon, backend.to_str(), 0, (256, 512), 4096, variants=1)
     stream = batches.Batches(recipe)
     source = iter(stream)
     made = [(next(source), stream.position) for _ in range(12)]
@@ -159,13 +161,12 @@ def test_batches_do_not_depend_on_where_they_start(shared):
         for expected, got in zip(batch, again, strict=True):
             assert_same_bits(expected, got)
     for batch, _ in made:
-        assert (batch.length <= batch.width + 1).all() and (batch.prompt < batch.length).all() and batch.prompt.min() > 0
+        assert (batch.length <= batch.width + 1).all() and (batch.prompt < batch.length).all() and batch.prompt.all()
         assert batch.tokens.shape == (4096 // batch.width, batch.width + 1)
 
 
 def test_padding_does_not_count(config, params):
     import jax
-
     from nano.batches import pack
     from nano.text import Row
     from nano.training import losses
@@ -181,10 +182,10 @@ def test_padding_does_not_count(config, params):
 def test_decoder_is_greedy(config, params):
     """Every token it emits has (within rounding) the largest logit of a pass over the text so far."""
     import jax
-
-    from musejax.model.forward import forward
     from nano.evaluate import Decoder
     from nano.training import DECODE, shipped
+
+    from musejax.model.forward import forward
 
     params = shipped(params, config)
     prompts = [[505, 3, 4, 5], [505, *range(40, 65)], list(range(50))]
