@@ -22,7 +22,7 @@ _PUBLIC = {
     "MuseSpark": "musejax.model.module",
 }
 
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name):

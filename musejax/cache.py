@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from musejax.config import ConfigError, ModelConfig
-from musejax.numerics import Policy
+from musejax.numerics import Policy, storage_dtype
 
 
 class LayerCache(NamedTuple):
@@ -41,7 +41,7 @@ def slots_of(config: ModelConfig, layer: int, max_length: int) -> int:
 
 
 def abstract_cache(config: ModelConfig, policy: Policy, max_length: int, mesh=None) -> Cache:
-    """Shapes, dtypes and (with a mesh) shardings of a cache; allocates nothing.
+    """Shapes, dtypes (see `numerics.storage_dtype`) and, with a mesh, shardings of a cache; allocates nothing.
 
     Raises:
         ConfigError: max_length is below 1 or beyond max_position_embeddings.
@@ -52,10 +52,11 @@ def abstract_cache(config: ModelConfig, policy: Policy, max_length: int, mesh=No
         raise ConfigError(f"max_length: expected 1 to {config.max_position_embeddings} "
                           f"(max_position_embeddings), got {max_length}")
     sharding = None if mesh is None else cache_sharding(config, mesh)
+    dtype = storage_dtype(policy, jax.default_backend() if mesh is None else mesh.devices.flat[0].platform)
 
     def array(layer):
         shape = (config.num_key_value_heads, slots_of(config, layer, max_length), config.head_dim)
-        return jax.ShapeDtypeStruct(shape, policy.cache_dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     layers = tuple(LayerCache(array(i), array(i)) for i in range(config.num_hidden_layers))
     scalar = None if mesh is None else replicated(mesh)
@@ -88,7 +89,7 @@ def slot_positions(num_slots: int, length: jax.Array) -> jax.Array:
     return jnp.where((position >= 0) & (length > 0), position, -1)
 
 
-def write_rows(layer: LayerCache, keys_tkc, values_tkc, positions_t, num_valid) -> LayerCache:
+def write_rows(layer: LayerCache, keys_ktc, values_ktc, positions_t, num_valid) -> LayerCache:
     """Stores the first num_valid rows at their positions' slots.
 
     Rows beyond num_valid, and rows that a later valid row of this call would overwrite in the ring, are
@@ -99,8 +100,7 @@ def write_rows(layer: LayerCache, keys_tkc, values_tkc, positions_t, num_valid) 
     kept = (rows < num_valid) & (rows >= num_valid - num_slots)
     slots = jnp.where(kept, positions_t % num_slots, num_slots)
 
-    def put(store_kpc, new_tkc):
-        new = new_tkc.astype(store_kpc.dtype).swapaxes(0, 1)
-        return store_kpc.at[:, slots].set(new, mode="drop", unique_indices=True)
+    def put(store_kpc, new_ktc):
+        return store_kpc.at[:, slots].set(new_ktc.astype(store_kpc.dtype), mode="drop", unique_indices=True)
 
-    return LayerCache(put(layer.keys, keys_tkc), put(layer.values, values_tkc))
+    return LayerCache(put(layer.keys, keys_ktc), put(layer.values, values_ktc))

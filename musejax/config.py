@@ -184,8 +184,9 @@ class ModelConfig:
         if text.get("model_type", "muse_spark_text") != "muse_spark_text":
             raise ConfigError(f"text_config.model_type: expected muse_spark_text, got {text['model_type']!r}")
         for key, only in _FIXED.items():
-            if text.pop(key, only) not in (only, None):
-                raise ConfigError(f"{key}: only {only!r} is implemented, got {(config.get('text_config') or config)[key]!r}")
+            value = text.pop(key, only)
+            if value not in (only, None):
+                raise ConfigError(f"{key}: only {only!r} is implemented, got {value!r}")
         dense = sorted(set(text.pop("mlp_layer_types", None) or ["sparse"]) - {"sparse"})
         if dense:
             raise ConfigError(f"mlp_layer_types: only 'sparse' is implemented, got {', '.join(map(repr, dense))}")

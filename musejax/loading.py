@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from musejax import decode as steps
@@ -14,6 +16,7 @@ from musejax.checkpoint import load_params
 from musejax.config import DecodeConfig, ModelConfig
 from musejax.decode import DecodeState
 from musejax.model.module import MuseSpark
+from musejax.numerics import storage_dtype
 from musejax.paths import nano_path
 from musejax.sampling import Sampling
 from musejax.sharding import make_mesh
@@ -25,7 +28,8 @@ class Model:
     """A loaded checkpoint and how to run it.
 
     Attributes:
-        params: pytree of arrays, placed on `mesh`; the first argument of every step.
+        params: pytree of arrays, placed on `mesh`; the first argument of every step. bfloat16 weights are held
+            as `numerics.storage_dtype` says, with the same values.
         tokenizer, chat: None if the folder has none.
         defaults: stop ids and sampling defaults of the release.
         path: where it was loaded from.
@@ -77,7 +81,10 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
     path = Path(path) if path is not None else nano_path()
     mesh = make_mesh(devices)
     config, params = load_params(path, mesh=mesh, overlay=overlay, progress=progress)
+    decode = (decode or DecodeConfig()).for_model(config)
+    dtype = storage_dtype(decode.policy, mesh.devices.flat[0].platform)
+    params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
     return Model(
-        config=config, decode=(decode or DecodeConfig()).for_model(config), params=params, mesh=mesh,
+        config=config, decode=decode, params=params, mesh=mesh,
         tokenizer=Tokenizer.find(path), chat=ChatTemplate.find(path),
         defaults=read_generation_config(path), path=path)

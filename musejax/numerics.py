@@ -70,11 +70,6 @@ class Policy:
     def rounds(self) -> bool:
         return self.name == "canon"
 
-    @property
-    def cache_dtype(self):
-        """dtype of cached keys and values: holds a rounded value without loss."""
-        return jnp.bfloat16 if self.rounds else jnp.float32
-
     def round(self, point: str, x: jax.Array) -> jax.Array:
         """x, rounded if this policy rounds at `point` (a key of ROUNDING_POINTS)."""
         if point not in ROUNDING_POINTS:
@@ -95,6 +90,15 @@ class Policy:
                               preferred_element_type=jnp.float32)
 
         return lax.platform_dependent(x, w, cpu=partial(einsum_f32, equation), default=narrow)
+
+
+def storage_dtype(policy: Policy, platform: str):
+    """dtype in which rounded values (weights of GEMMs, keys, values) are kept on a platform, without loss.
+
+    bfloat16 where the policy rounds, except on CPUs: XLA's CPU backend has no bfloat16 arithmetic and would
+    widen whole weights and caches in every step.
+    """
+    return jnp.bfloat16 if policy.rounds and platform != "cpu" else jnp.float32
 
 
 def einsum_f32(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:

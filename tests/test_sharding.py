@@ -26,7 +26,7 @@ def test_other_counts_are_refused(count):
 def test_more_devices_than_there_are(monkeypatch):
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *a: one)
-    with pytest.raises(ConfigError, match="expected at most 1 .*got 8"):
+    with pytest.raises(ConfigError, match=r"expected at most 1 .*got 8"):
         make_mesh(8)
 
 
@@ -44,7 +44,7 @@ def test_sizes_without_slices_run_on_one_device():
     odd = dataclasses.replace(MINI, moe_hidden_size=96)
     p = next(p for p in table.table(odd) if p.path[-1] == "q_proj")
     param_sharding(p, make_mesh(1))
-    with pytest.raises(ConfigError, match="q_proj .*cannot be cut into 8 slices.*mesh of 2"):
+    with pytest.raises(ConfigError, match=r"q_proj .*cannot be cut into 8 slices.*mesh of 2"):
         param_sharding(p, make_mesh(2))
     with pytest.raises(ConfigError, match="one device, got 2"):
         cache_sharding(odd, make_mesh(2))

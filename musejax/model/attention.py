@@ -33,8 +33,8 @@ class Rows(NamedTuple):
 
 def project(x_td: jax.Array, w_snd: jax.Array, policy: Policy) -> jax.Array:
     """x W^T for a row-sliced weight [s, N/s, D] -> float32 [t, N], not rounded."""
-    out = policy.einsum("td,snd->tsn", x_td, w_snd)
-    return out.reshape(x_td.shape[0], -1)
+    out = policy.einsum("snd,td->snt", w_snd, x_td)  # weight first: else XLA's CPU backend transposes it anew each time
+    return out.reshape(-1, x_td.shape[0]).T
 
 
 def visible(query_t, key_p, window: int | None) -> jax.Array:
@@ -48,20 +48,22 @@ def attend(q_tnc, keys_kpc, values_kpc, mask_tp, config: ModelConfig, policy: Po
     """softmax(q k^T scale) v over all keys -> float32 [t, n, c]; query head n reads k/v head n // group."""
     t, n, c = q_tnc.shape
     k = keys_kpc.shape[0]
-    q = q_tnc.reshape(t, k, n // k, c)
-    scores = policy.einsum("tkgc,kpc->kgtp", q, keys_kpc) * jnp.float32(config.attention_scale)
-    scores = jnp.where(mask_tp, scores, -jnp.inf)
+    group = n // k
+    # Row r = (query, head in the group) of each k/v head: one batch axis, plain matrices behind it.
+    q_krc = q_tnc.reshape(t, k, group, c).transpose(1, 0, 2, 3).reshape(k, t * group, c)
+    seen_rp = jnp.repeat(mask_tp, group, axis=0)
+    scores = policy.einsum("krc,kpc->krp", q_krc, keys_kpc) * jnp.float32(config.attention_scale)
+    scores = jnp.where(seen_rp, scores, -jnp.inf)
     if policy.probs == "bfloat16":
         probs = policy.round("attention_probs", jnp.exp(scores))  # |score| is bounded: no running maximum
-        total = probs.sum(-1)
-        out = policy.einsum("kgtp,kpc->tkgc", probs, values_kpc)
+        out = policy.einsum("krp,kpc->krc", probs, values_kpc)
     else:
-        # A padding row sees no key; 0 instead of its maximum of -inf keeps NaN out.
+        # A padding row sees no key; -1e30 instead of its maximum of -inf keeps NaN out.
         probs = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))
-        total = probs.sum(-1)
-        out = einsum_f32("kgtp,kpc->tkgc", probs, values_kpc)
-    total = jnp.where(total > 0, total, 1.0).transpose(2, 0, 1)
-    return (out / total[..., None]).reshape(t, n, c)
+        out = einsum_f32("krp,kpc->krc", probs, values_kpc)
+    total = probs.sum(-1, keepdims=True)
+    out = out / jnp.where(total > 0, total, 1.0)
+    return out.reshape(k, t, group, c).transpose(1, 0, 2, 3).reshape(t, n, c)
 
 
 def attention(p: dict, x_td, layer: int, stored: kv.LayerCache | None, length, rows: Rows, config: ModelConfig,
@@ -86,15 +88,20 @@ def attention(p: dict, x_td, layer: int, stored: kv.LayerCache | None, length, r
         cos_sin = angles(rows.positions, c, theta)
         q, k = rotate(q, cos_sin, policy), rotate(k, cos_sin, policy)
 
-    keys, values = (a.swapaxes(0, 1).astype(policy.cache_dtype) for a in (k, v))
+    keys, values = (a.swapaxes(0, 1) for a in (k, v))
     key_positions = jnp.where(rows.valid, rows.positions, -1)
+    window = config.window(layer)
     if stored is not None:
-        keys = jnp.concatenate([stored.keys, keys], axis=1)
-        values = jnp.concatenate([stored.values, values], axis=1)
-        held = kv.slot_positions(stored.keys.shape[1], length)
-        key_positions = jnp.concatenate([held, key_positions])
-        stored = kv.write_rows(stored, k, v, rows.positions, rows.num_valid)
-    mask = visible(rows.positions, key_positions, config.window(layer))
+        before, stored = stored, kv.write_rows(stored, keys, values, rows.positions, rows.num_valid)
+        if window is None or t == 1:  # nothing that these rows see was overwritten
+            keys, values = stored
+            key_positions = kv.slot_positions(keys.shape[1], length + rows.num_valid)
+        else:
+            keys, values = (jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+                            for old, new in zip(before, (keys, values), strict=True))
+            held = kv.slot_positions(before.keys.shape[1], length)
+            key_positions = jnp.concatenate([held, key_positions])
+    mask = visible(rows.positions, key_positions, window)
     out = policy.round("attention", attend(q, keys, values, mask, config, policy))
     out = policy.round("gated_output", rms(out, config.rms_norm_eps) * jax.nn.sigmoid(gate))
     return policy.round("o_proj", project(out.reshape(t, -1), p["o_proj"], policy)), stored

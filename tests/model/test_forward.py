@@ -108,7 +108,10 @@ def test_gradients_reach_every_parameter(small):
 
     @partial(jax.jit, static_argnames="remat")
     def grad(p, remat):
-        return jax.grad(lambda q: jnp.sum(jnp.sin(fwd.forward(q, tokens, config=config, decode=decode, remat=remat)[0])))(p)
+        def loss(q):
+            return jnp.sum(jnp.sin(fwd.forward(q, tokens, config=config, decode=decode, remat=remat)[0]))
+
+        return jax.grad(loss)(p)
 
     grads = grad(params, False)
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
@@ -116,4 +119,5 @@ def test_gradients_reach_every_parameter(small):
         assert np.isfinite(g).all(), name
         assert np.asarray(g).any() == (name.split("'")[-2] != "router_bias"), name  # the bias only selects
     again = grad(params, True)
-    assert all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(*map(jax.tree.leaves, (grads, again)), strict=True))
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(again), strict=True):
+        assert np.allclose(a, b, rtol=1e-3, atol=1e-4)  # XLA fuses the two programs differently
