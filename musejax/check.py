@@ -174,7 +174,8 @@ def check_steps(params, config: ModelConfig, expected, one_pass, clear: int) -> 
         worst = []
         for n in lengths:
             got = run_in_chunks(append, head, empty, tokens[:n], chunk)
-            worst.append(compare(f"steps: chunks of {chunk}, length {n}", got, one_pass[:n], LOGIT_BOUND, min(n, clear)))
+            name = f"steps: chunks of {chunk}, length {n}"
+            worst.append(compare(name, got, one_pass[:n], LOGIT_BOUND, min(n, clear)))
         rows.append(max(worst, key=lambda r: (not r.passed, r.worst)))
     return rows
 

@@ -52,7 +52,8 @@ def main():
     low, median, high = np.percentile(np.array(times) * 1e3, (10, 50, 90))
     digest = hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()[:12]
     print(f"{device_name(model.mesh.devices.flat[0])}; ranks {args.devices}; "
-          f"{model.path.name}, {model.decode.policy.name}, {model.decode.implementation}; context {len(prompt)} to {len(prompt) + len(tokens)}; "
+          f"{model.path.name}, {model.decode.policy.name}, {model.decode.implementation}; "
+          f"context {len(prompt)} to {len(prompt) + len(tokens)}; "
           f"D {model.config.num_experts_per_tok}; 1 token a step; {median:.2f} ms a step ({low:.2f} to {high:.2f}); "
           f"{1e3 / median:.0f} tokens/s; compilations {jit_decode_step._cache_size() - compiled}; tokens {digest}")
 

@@ -32,6 +32,8 @@ def _prefer_installed_package() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPO]
 
 
+# Eight CPU devices wherever the tests run; JAX_PLATFORMS=cuda runs single-device files on a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _set_xla_flags()
 _prefer_installed_package()
 
