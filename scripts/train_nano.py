@@ -48,6 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--variants", type=int, default=4, help="of a problem with redrawable numbers, an epoch")
     add("--lr", type=float, default=3e-3)
     add("--weight-decay", type=float, default=0.3)
+    add("--drop", type=float, default=0.15, help="share of inner weights left out in a step")
     add("--ema", type=float, default=0.998)
     add("--noise", type=float, default=0.05, help="share of replaced question tokens, in half of the rows")
     add("--question-weight", type=float, default=0.25)
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None, on_step=lambda step: None) -> dict:
     from musejax.params import table
 
     config = ModelConfig.from_folder(args.config) if args.config else NANO
-    settings = training.Settings(lr=args.lr, weight_decay=args.weight_decay, ema=args.ema,
+    settings = training.Settings(lr=args.lr, weight_decay=args.weight_decay, ema=args.ema, drop=args.drop,
                                  question_weight=args.question_weight)
     prepared = prepare(args, config)
     recipe, forms = prepared.recipe, prepared.forms

@@ -132,9 +132,9 @@ def make_card(facts: dict) -> str:
             {f['steps']:,} steps of {args.tokens_per_step:,} token places, {f['train_seconds']:.0f} s of training on
             {f['device']} ({f['speed']:,.0f} tokens/s, padding not counted), {f['total_seconds']:.0f} s in all.
             AdamW, peak learning rate {args.lr:g}, warm-up, then linear to 0, weight decay {args.weight_decay:g},
-            averaged weights (decay {args.ema:g}); question tokens weigh {args.question_weight:g} in the loss. The
-            router's selection bias follows the load of the experts (busiest at the end: {peak:.2f} times the
-            mean)."""),
+            averaged weights (decay {args.ema:g}), a share of {args.drop:g} of the inner weights left out in each
+            step; question tokens weigh {args.question_weight:g} in the loss. The router's selection bias follows the
+            load of the experts (busiest at the end: {peak:.2f} times the mean)."""),
         "",
         "```", f["command"], "```",
         "",

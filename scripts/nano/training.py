@@ -35,6 +35,7 @@ class Settings:
         lr: peak learning rate; warm-up is linear over the first `warmup` of training, then linear to 0.
         question_weight: weight of the loss on question tokens; answer tokens have 1.
         bias_rate: step of the router's selection bias, scaled by the schedule like the learning rate.
+        drop: share of the weights of attention, experts and pooling that a step leaves out (DropConnect).
         ema: decay of the averaged weights, which are the ones evaluated and shipped.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     ema: float = 0.998
     question_weight: float = 0.25
     bias_rate: float = 1e-3
+    drop: float = 0.15
 
     def schedule(self, fraction: float) -> float:
         """Learning rate over its peak, after this fraction of training."""
@@ -85,6 +87,23 @@ def losses(params: dict, batch: Rows, config: ModelConfig, remat: bool = False):
     return jnp.einsum("kbt,bt->k", masks, nll), masks.sum((1, 2)), loads
 
 
+def thinned(params: dict, step, drop: float, config: ModelConfig) -> dict:
+    """The parameters with a share `drop` of the inner weights at 0 and the others larger, another choice each step.
+
+    The problems are few, and this keeps the model from learning them by heart too soon.
+    """
+    rows = table(config)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), len(rows))
+
+    def thin(p, key):
+        leaf = leaf_of(params, p)
+        if not drop or p.group not in ("attention", "experts", "pooling"):
+            return leaf
+        return jnp.where(jax.random.bernoulli(key, 1 - drop, leaf.shape), leaf / (1 - drop), 0.0)
+
+    return assemble(config, ((p, thin(p, key)) for p, key in zip(rows, keys, strict=True)))
+
+
 def init_state(config: ModelConfig, settings: Settings, seed: int) -> dict:
     """{"params", "opt", "ema", "step"}: everything the step changes."""
     params = init_params(config, jax.random.key(seed), jnp.float32)
@@ -99,7 +118,7 @@ def train_step(state: dict, batch: Rows, rate, *, config: ModelConfig, settings:
     of experts (1 is even) over all layers, and answer tokens.
     """
     def loss(params):
-        sums, counts, loads = losses(params, batch, config, remat)
+        sums, counts, loads = losses(thinned(params, state["step"], settings.drop, config), batch, config, remat)
         weights = jnp.array([1.0, settings.question_weight])
         return (weights * sums).sum() / (weights * counts).sum(), (sums, counts, loads)
 

@@ -197,3 +197,25 @@ def test_decoder_is_greedy(config, params):
         for k, token in enumerate(ids):
             row = logits[len(prompt) + k - 1, :500]
             assert row[token] > row.max() - 0.05
+
+
+def test_thinned_leaves_out_a_share_and_keeps_the_rest():
+    import jax
+    from nano import training
+
+    from musejax.config import MINI
+    from musejax.params import init_params, leaf_of, table
+
+    params = init_params(MINI, jax.random.key(0), np.float32)
+    some = training.thinned(params, 3, 0.25, MINI)
+    for p in table(MINI):
+        before, after = np.asarray(leaf_of(params, p)), np.asarray(leaf_of(some, p))
+        if p.group in ("attention", "experts", "pooling"):
+            gone = after == 0
+            assert abs(gone.mean() - 0.25) < 0.03, p.name  # 128 x 128 weights: a deviation of 0.0034
+            assert np.allclose(after[~gone], before[~gone] / 0.75), p.name
+        else:
+            assert_same_bits(before, after)
+    again, other = (training.thinned(params, step, 0.25, MINI)["layers"][0]["q_proj"] for step in (3, 4))
+    assert_same_bits(again, some["layers"][0]["q_proj"])
+    assert not np.array_equal(again, other)
