@@ -20,7 +20,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from musejax.tokenizer import END, EOM, EOT, MESSAGE, START, TokenizerError, read_json
+from musejax.tokenizer import END, EOM, EOT, MESSAGE, START, TokenizerError, read_json, token_text
 
 FILE = "chat_template.jinja"
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh")
@@ -59,25 +59,28 @@ class ChatTemplate:
             self._template = env.from_string(source)
         except jinja2.TemplateSyntaxError as err:
             raise ChatError(f"{origin}: line {err.lineno}: expected a Jinja template, got: {err.message}") from None
+        except (ValueError, RecursionError, SyntaxError) as err:  # lone surrogates; nested too deeply
+            raise ChatError(f"{origin}: expected a Jinja template, got: {err}") from None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate:
         """Reads `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
 
         Raises:
-            ChatError: neither exists, or the template has a syntax error.
+            ChatError: neither exists, or the template is not UTF-8 or has a syntax error.
+            TokenizerError: the tokens in `tokenizer_config.json` are not text.
         """
         path, config_path = Path(folder) / FILE, Path(folder) / "tokenizer_config.json"
         config = read_json(config_path)
-        variables = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
+        variables = {k: token_text(v, f"{config_path}: {k}") for k, v in config.items()
                      if k.endswith("_token") and isinstance(v, (str, dict))}
-        added = (token.get("content", "") for token in (config.get("added_tokens_decoder") or {}).values())
-        specials = [*variables.values(), *added]
+        specials = [*variables.values(), *_added_tokens(config, config_path)]
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), variables, specials, str(path))
+            return cls(_read_template(path), variables, specials, str(path))
         source = config.get("chat_template")
         if isinstance(source, list):  # several named templates
-            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+            named = [t for t in source if isinstance(t, dict)]
+            source = next((t.get("template") for t in named if t.get("name") == "default"), None)
         if not isinstance(source, str):
             raise ChatError(f"{path}: expected the checkpoint's chat template (or `chat_template` in "
                             f"{config_path.name}), found none; raw mode works without one: leave out --chat")
@@ -115,8 +118,11 @@ class ChatTemplate:
             return self._template.render(
                 **self._variables, messages=self._harmless(list(messages)), strftime_now=today.strftime,
                 add_generation_prompt=add_generation_prompt, **given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as err:
+        except jinja2.TemplateError as err:
             raise ChatError(f"{self._origin}: the template does not accept these messages: {err}") from None
+        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError, RecursionError) as err:
+            raise ChatError(f"{self._origin}: the template does not accept these messages, it fails with "
+                            f"{type(err).__name__}: {err}") from None
 
     def _harmless(self, value):
         """`value` with every string in it, however deep, rewritten so that it cannot form a special token."""
@@ -128,6 +134,21 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {key: self._harmless(item) for key, item in value.items()}
         return [self._harmless(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as err:
+        raise ChatError(f"{path}: expected UTF-8 text, got {err.reason} at byte {err.start}") from None
+
+
+def _added_tokens(config: dict, path: Path) -> list[str]:
+    """Texts of the added tokens that `tokenizer_config.json` lists."""
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict):
+        raise ChatError(f"{path}: added_tokens_decoder: expected an object of id -> token, got {added!r}")
+    return [token_text(token, f"{path}: added_tokens_decoder: {key}") for key, token in added.items()]
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -3,16 +3,24 @@
 Exit codes: 0 done; 1 a comparison of `check` failed; 2 wrong input, with one message on stderr; 130 interrupted by
 Ctrl-C; 141 the reader of the output went away. Modules that import JAX are imported by the subcommand that needs
 them, so that `--help` answers at once.
+
+The console script is `run`; `main` is for callers that go on afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-WRONG_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+from musejax.commands import UsageError
+from musejax.commands.interrupts import INTERRUPTED, leave, leave_on_interrupt
+
+WRONG_INPUT, READER_GONE = 2, 141
 
 EXAMPLES = """examples:
   musejax generate --prompt "Tom has 3 apples."            with the small model that comes with the package
@@ -113,7 +121,7 @@ def _add_generate(commands) -> None:
                         help="end before this text; may be repeated")
     run = p.add_argument_group("how it runs")
     run.add_argument("--policy", choices=("canon", "exact"), default="canon",
-                     help="canon rounds to bfloat16 where the released model does (default); exact is all float32")
+                     help="canon rounds to bfloat16 at named points (default); exact is all float32")
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
     run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
                      help="1, 2, 4 or 8 (default 1)")
@@ -156,7 +164,11 @@ def _add_check(commands) -> None:
     p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as done:  # help, version, wrong arguments
+        return done.code or 0
     if args.command == "generate":
         from musejax.commands.generate import run
     elif args.command == "convert":
@@ -168,33 +180,85 @@ def _run(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _explains_itself(err: Exception) -> bool:
-    """Whether an exception is about wrong input: one of this package's own classes, or about a named file."""
+def _explanation(err: Exception) -> str | None:
+    """What to tell the user if an exception is about wrong input or a full disk; None if it means a bug."""
+    if isinstance(err, OSError):
+        if err.filename is not None:
+            return f"{err.filename}: {err.strerror}"
+        if _output_fails() or err.errno in (errno.ENOSPC, errno.EDQUOT):  # unbuffered output fails only once
+            return f"output cannot be written: {err.strerror}"
+        return str(err) if isinstance(err, FileNotFoundError) else None
     ours = type(err).__module__.partition(".")[0] == "musejax" and isinstance(err, (ValueError, RuntimeError))
-    return ours or isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.filename is not None)
+    return str(err) if ours else None
+
+
+def _output_fails() -> bool:
+    """Whether stdout cannot take what was written to it; if so, it is dropped."""
+    try:
+        sys.stdout.flush()
+        return False
+    except OSError:
+        _drop_output()
+        return True
+
+
+def _drop_output() -> None:
+    """Sends what stdout still holds to nowhere, or Python complains when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_streams() -> None:
+    if sys.stderr is None:  # closed; without this, messages would go to stdout
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:  # a file opened later would take its place, and stray output would go into it
+        raise UsageError("standard output is closed: expected a file, a pipe or a terminal")
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings appear as one line, without source lines, each text once."""
+    seen = set()
+
+    def show(message, *_, **__):
+        if str(message) not in seen:
+            seen.add(str(message))
+            print(f"musejax: warning: {message}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Exceptions that mean a bug are not caught."""
     try:
-        code = _run(build_parser().parse_args(argv))
+        _check_streams()
+        with _plain_warnings():
+            code = _run(argv)
         sys.stdout.flush()
         return code
-    except SystemExit as done:  # argparse: help, version, wrong arguments
-        return done.code or 0
     except KeyboardInterrupt:
         print("musejax: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        _drop_output()
         return READER_GONE
     except Exception as err:
-        if not _explains_itself(err):
+        text = _explanation(err)
+        if text is None:
             raise
-        text = f"{err.filename}: {err.strerror}" if isinstance(err, OSError) and err.filename else str(err)
         print(f"musejax: error: {text}", file=sys.stderr)
         return WRONG_INPUT
 
 
+def run(argv: Sequence[str] | None = None) -> int:
+    """The console script: `main` in a process of its own, which Ctrl-C ends without teardown."""
+    leave_on_interrupt()
+    code = main(argv)
+    if code == INTERRUPTED:
+        leave(code)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -25,6 +25,9 @@ NUM_SLICES = 8
 SLICE_MULTIPLE = 16
 """Rows of one slice come in multiples of an MMA tile and an NVFP4 block, both 16."""
 
+MAX_PREFILL_CHUNK = 4096
+"""Rows of one prefill call: activations of a call grow with it, and attention scores with its square."""
+
 ARCHITECTURES = ("MuseSparkForConditionalGeneration",)
 MODEL_TYPES = ("muse_spark", "muse_spark_text")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,6 +47,30 @@ _FIXED = {
 
 class ConfigError(ValueError):
     """The configuration is not one this package can run; the message says what was expected."""
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value < 2**31
+
+
+def _is_number(value) -> bool:
+    """A finite number that float32 can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38
+
+
+def _entry(values: dict, key: str, kind: type, default):
+    """values[key], or the default where it is absent or null.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        name = {list: "a list", dict: "an object", str: "a text"}[kind]
+        raise ConfigError(f"{key}: expected {name}, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -91,30 +118,31 @@ class ModelConfig:
         self._check_sizes()
         full = [(n - 1 - i) % 4 == 0 for i in range(n)]  # every fourth, counted from the LAST layer
         types = tuple(self.layer_types or (FULL if f else SLIDING for f in full))
-        thetas = tuple(float(t) for t in self.layer_rope_theta or (0.0 if f else self.rope_theta for f in full))
+        thetas = tuple(self.layer_rope_theta or (0.0 if f else self.rope_theta for f in full))
+        for i, theta in enumerate(thetas):
+            if not (_is_number(theta) and (theta == 0 or theta > 1)):
+                raise ConfigError(f"layer_rope_theta[{i}]: expected 0 (no rotation) or a base above 1, got {theta!r}")
         object.__setattr__(self, "layer_types", types)
-        object.__setattr__(self, "layer_rope_theta", thetas)
+        object.__setattr__(self, "layer_rope_theta", tuple(map(float, thetas)))
         for name in ("layer_types", "layer_rope_theta"):
             if len(getattr(self, name)) != n:
                 raise ConfigError(f"{name}: expected {n} entries (num_hidden_layers), got {len(getattr(self, name))}")
         for i, kind in enumerate(types):
             if kind not in (FULL, SLIDING):
                 raise ConfigError(f"layer_types[{i}]: expected '{FULL}' or '{SLIDING}', got {kind!r}")
-        for i, theta in enumerate(thetas):
-            if not (theta == 0 or (theta > 1 and math.isfinite(theta))):
-                raise ConfigError(f"layer_rope_theta[{i}]: expected 0 (no rotation) or a base above 1, got {theta}")
 
     def _check_sizes(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and field.name not in ("bos_token_id", "eos_token_id"):
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ConfigError(f"{field.name}: expected a positive integer, got {value!r}")
-            elif field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ConfigError(f"{field.name}: expected a positive number, got {value!r}")
-        for name in ("bos_token_id", "eos_token_id"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected a token id, got {getattr(self, name)!r}")
+            if field.name.endswith("_token_id"):
+                if not (value is None and "None" in field.type) and not (_is_integer(value) and value >= 0):
+                    raise ConfigError(f"{field.name}: expected a token id, got {value!r}")
+            elif field.type == "int" and not (_is_integer(value) and value >= 1):
+                raise ConfigError(f"{field.name}: expected a positive integer, got {value!r}")
+            elif field.type == "float":
+                if not (_is_number(value) and value > 0):
+                    raise ConfigError(f"{field.name}: expected a positive number, got {value!r}")
+                object.__setattr__(self, field.name, float(value))  # JSON writers print 500000.0 as 500000
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads "
                               f"({self.num_key_value_heads}), got {self.num_attention_heads}")
@@ -172,39 +200,40 @@ class ModelConfig:
             ConfigError: another architecture, or a setting this decoder does not implement.
         """
         if not isinstance(config, dict):
-            raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
-        for name in config.get("architectures") or ():
+            raise ConfigError(f"expected an object, got {type(config).__name__}")
+        for name in _entry(config, "architectures", list, []):
             if name not in ARCHITECTURES:
                 raise ConfigError(f"architectures: expected {ARCHITECTURES[0]}, got {name}")
-        if config.get("model_type") not in MODEL_TYPES:
-            raise ConfigError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {config.get('model_type')!r}")
-        if config["model_type"] == "muse_spark" and not isinstance(config.get("text_config"), dict):
+        kind = _entry(config, "model_type", str, None)
+        if kind not in MODEL_TYPES:
+            raise ConfigError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {kind!r}")
+        if kind == "muse_spark" and config.get("text_config") is None:
             raise ConfigError("text_config: expected an object in a muse_spark config, got none")
-        text = dict(config.get("text_config", config))
+        text = dict(_entry(config, "text_config", dict, config))
         if text.get("model_type", "muse_spark_text") != "muse_spark_text":
             raise ConfigError(f"text_config.model_type: expected muse_spark_text, got {text['model_type']!r}")
         for key, only in _FIXED.items():
             value = text.pop(key, only)
-            if value not in (only, None):
+            if value is not None and value != only:
                 raise ConfigError(f"{key}: only {only!r} is implemented, got {value!r}")
-        dense = sorted(set(text.pop("mlp_layer_types", None) or ["sparse"]) - {"sparse"})
+        dense = [kind for kind in _entry(text, "mlp_layer_types", list, []) if kind != "sparse"]
         if dense:
-            raise ConfigError(f"mlp_layer_types: only 'sparse' is implemented, got {', '.join(map(repr, dense))}")
-        rope = text.pop("rope_parameters", None) or {}
+            raise ConfigError(f"mlp_layer_types: only 'sparse' is implemented, got {dense[0]!r}")
+        rope = _entry(text, "rope_parameters", dict, {})
         if rope.get("rope_type", "default") != "default":
             raise ConfigError(f"rope_parameters.rope_type: only 'default' is implemented, got {rope['rope_type']!r}")
         text.setdefault("rope_theta", rope.get("rope_theta"))
-        eos = text.get("eos_token_id")
-        if isinstance(eos, list):
-            text["eos_token_id"] = eos[0] if eos else None
+        for key in ("mlp_layer_types", "rope_parameters"):
+            text.pop(key, None)
+        if isinstance(text.get("eos_token_id"), list):
+            text["eos_token_id"] = next(iter(text["eos_token_id"]), None)
         known = {f.name for f in fields(cls)}
         unknown = sorted(k for k in text if k not in known and k not in _WITHOUT_EFFECT)
         if unknown:
             warnings.warn(f"config.json: ignoring unknown keys {', '.join(unknown)}", stacklevel=2)
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in text.items() if k in known and v is not None}
-        for field in fields(cls):  # JSON writers print 500000.0 as 500000
-            if field.type == "float" and isinstance(values.get(field.name), int):
-                values[field.name] = float(values[field.name])
+        values = {k: text[k] for k in known if text.get(k) is not None}
+        for key in ("layer_types", "layer_rope_theta"):
+            values[key] = tuple(_entry(values, key, list, []))
         return cls(**values)
 
     @classmethod
@@ -219,7 +248,7 @@ class ModelConfig:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: expected the published config.json, found no such file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as err:
             raise ConfigError(f"{path}: expected JSON, got {err}") from None
         try:
             return cls.from_hf(config)
@@ -272,7 +301,7 @@ class DecodeConfig:
         combine: order in which expert outputs are added, `flat` or `ep(R)` (spec section 7.3).
         experts: `hit` reads only the experts that rows chose; `all` computes every expert for every
             row and can be differentiated.
-        prefill_chunk: rows per prefill call; one compilation per value.
+        prefill_chunk: rows per prefill call, at most MAX_PREFILL_CHUNK and the context; one compilation per value.
 
     Raises:
         ConfigError: an unknown name, or a chunk below 1.
@@ -290,8 +319,8 @@ class DecodeConfig:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"policy: expected a musejax.numerics.Policy, got {self.policy!r}")
-        if self.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk: expected at least 1 row, got {self.prefill_chunk}")
+        if not 1 <= self.prefill_chunk <= MAX_PREFILL_CHUNK:
+            raise ConfigError(f"prefill_chunk: expected 1 to {MAX_PREFILL_CHUNK} rows, got {self.prefill_chunk}")
         combine_groups(self.combine)
 
     def check(self, config: ModelConfig) -> None:
@@ -305,10 +334,16 @@ class DecodeConfig:
                               "maximum needs less than 80; use a policy with float32 probabilities")
 
     def for_model(self, config: ModelConfig) -> DecodeConfig:
-        """This choice, with `flat` combine where the expert count cannot be cut into the owner groups."""
+        """This choice, with `flat` combine where the expert count cannot be cut into the owner groups, and chunks no
+        longer than the context.
+
+        Raises:
+            ConfigError: see `check`.
+        """
         groups = combine_groups(self.combine)
         fits = not groups or config.num_local_experts % groups == 0
-        result = self if fits else replace(self, combine="flat")
+        result = replace(self, combine=self.combine if fits else "flat",
+                         prefill_chunk=min(self.prefill_chunk, config.max_position_embeddings))
         result.check(config)
         return result
 

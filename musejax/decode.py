@@ -32,21 +32,20 @@ class DecodeState(NamedTuple):
         cache: keys and values of every position before `token`.
         token: int32 [], the last token chosen; the next step runs it.
         logprob: float32 [], its log-probability.
-        sampler: how tokens are chosen.
+        sampler: how tokens are chosen; None is greedy.
     """
 
     cache: kv.Cache
     token: jax.Array
     logprob: jax.Array
-    sampler: Sampler
+    sampler: Sampler | None
 
 
-def choose_next(params, stream_1d, cache: kv.Cache, sampler: Sampler, *, config, decode, greedy, num_tokens,
+def choose_next(params, stream_1d, cache: kv.Cache, sampler: Sampler | None, *, config, decode, num_tokens,
                 mesh) -> DecodeState:
-    """The state whose token follows the last cached position, given that position's residual stream."""
+    """The state whose token follows the last cached position, given that position's residual stream [1, d]."""
     raw = fwd.raw_logits(params, stream_1d, config, decode)
-    ids, logprobs = choose(raw, fwd.softcap(raw, config), cache.length[None], sampler, greedy=greedy,
-                           num_tokens=num_tokens)
+    ids, logprobs = choose(raw, fwd.softcap(raw, config), cache.length[None], sampler, num_tokens=num_tokens)
     state = DecodeState(cache, ids[0], logprobs[0], sampler)
     if mesh is None:
         return state
@@ -54,12 +53,14 @@ def choose_next(params, stream_1d, cache: kv.Cache, sampler: Sampler, *, config,
     return rest._replace(cache=kv.keep_placement(cache, config, mesh))
 
 
-def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode: DecodeConfig, greedy: bool = True,
+def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode: DecodeConfig,
                 num_tokens: int | None = None, mesh: Mesh | None = None) -> DecodeState:
     """Runs state.token through the model and chooses the token after it.
 
     Args:
-        greedy: static; False reads temperature, top_k, top_p and seed from state.sampler.
+        params: pytree of `params.build`.
+        state: what `start` or the step before returned; donated when jitted.
+        config, decode: static.
         num_tokens: static; ids from here on are never chosen (the tokenizer's size).
         mesh: static; where params and cache lie, None for wherever they are.
 
@@ -68,7 +69,7 @@ def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode
         is full (length = max_length), further steps are undefined; the caller counts.
     """
     stream, cache = fwd.append(params, state.cache, state.token[None], 1, config=config, decode=decode)
-    return choose_next(params, stream, cache, state.sampler, config=config, decode=decode, greedy=greedy,
+    return choose_next(params, stream, cache, state.sampler, config=config, decode=decode,
                        num_tokens=num_tokens, mesh=mesh)
 
 
@@ -80,7 +81,7 @@ def prefill_chunk(params: dict, cache: kv.Cache, tokens_t, num_valid, *, config:
 
 
 _STATIC = ("config", "decode", "mesh")
-_CHOICE = (*_STATIC, "greedy", "num_tokens")
+_CHOICE = (*_STATIC, "num_tokens")
 jit_decode_step = jax.jit(decode_step, static_argnames=_CHOICE, donate_argnames="state")
 jit_prefill_chunk = jax.jit(prefill_chunk, static_argnames=_STATIC, donate_argnames="cache")
 jit_choose_next = jax.jit(choose_next, static_argnames=_CHOICE, donate_argnames="cache")
@@ -103,11 +104,13 @@ def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> np.ndarray:
     """The prompt as int32 [t].
 
     Raises:
-        ConfigError: no token, or an id outside the vocabulary.
+        ConfigError: no token, not a flat list of integers, or an id outside the vocabulary.
     """
-    ids = np.asarray(tokens, np.int64).reshape(-1)
+    ids = np.asarray(tokens)
     if not ids.size:
         raise ConfigError("prompt: expected at least one token, got none")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(f"prompt: expected a flat list of token ids, got {ids.dtype} of shape {ids.shape}")
     bad = np.flatnonzero((ids < 0) | (ids >= config.vocab_size))
     if bad.size:
         raise ConfigError(f"prompt: expected ids of 0 to {config.vocab_size - 1}, got {ids[bad[0]]} at index {bad[0]}")
@@ -139,8 +142,18 @@ def prefill(params: dict, tokens: Sequence[int], max_length: int, *, config: Mod
 
 def start(params: dict, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None, *,
           config: ModelConfig, decode: DecodeConfig, num_tokens: int | None = None, mesh=None) -> DecodeState:
-    """Prefills a prompt and chooses the first token: the state to step from."""
+    """Prefills a prompt and chooses the first token: the state to step from.
+
+    Args:
+        tokens: ids of the prompt.
+        max_length: positions to allocate; prompt and generated tokens must fit.
+        sampling: None is greedy.
+        num_tokens: ids from here on are never chosen.
+
+    Raises:
+        ConfigError: as `prefill`.
+    """
     sampling = sampling or Sampling()
     stream, cache = prefill(params, tokens, max_length, config=config, decode=decode, mesh=mesh)
     return jit_choose_next(params, stream, cache, Sampler.of(sampling), config=config, decode=decode,
-                           greedy=sampling.greedy, num_tokens=num_tokens, mesh=mesh)
+                           num_tokens=num_tokens, mesh=mesh)

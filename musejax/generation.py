@@ -82,7 +82,7 @@ def stream(model: Model, prompt: Sequence[int], sampling: Sampling | None = None
             yield token
             if token.id in stops or made == count:
                 return
-            state = model.step(state, greedy=sampling.greedy)
+            state = model.step(state)
 
     return tokens()
 

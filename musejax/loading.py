@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -55,13 +55,17 @@ class Model:
         return MuseSpark(self.config, self.params, self.decode)
 
     def start(self, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None) -> DecodeState:
-        """Prefills a prompt; see `decode.start`."""
+        """Prefills a prompt of token ids, with room for max_length positions; see `decode.start`.
+
+        Raises:
+            ConfigError: an empty prompt, an id outside the vocabulary, more tokens than max_length.
+        """
         return steps.start(self.params, tokens, max_length, sampling, config=self.config, decode=self.decode,
                            num_tokens=self.num_tokens, mesh=self.mesh)
 
-    def step(self, state: DecodeState, greedy: bool = True) -> DecodeState:
+    def step(self, state: DecodeState) -> DecodeState:
         """One jitted `decode.decode_step`; the state passed in is used up."""
-        return steps.jit_decode_step(self.params, state, config=self.config, decode=self.decode, greedy=greedy,
+        return steps.jit_decode_step(self.params, state, config=self.config, decode=self.decode,
                                      num_tokens=self.num_tokens, mesh=self.mesh)
 
 
@@ -84,7 +88,8 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
     decode = (decode or DecodeConfig()).for_model(config)
     dtype = storage_dtype(decode.policy, mesh.devices.flat[0].platform)
     params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
-    return Model(
-        config=config, decode=decode, params=params, mesh=mesh,
-        tokenizer=Tokenizer.find(path), chat=ChatTemplate.find(path),
-        defaults=read_generation_config(path), path=path)
+    tokenizer, defaults = Tokenizer.find(path), read_generation_config(path)
+    if not defaults.stop_ids and tokenizer is not None:
+        defaults = replace(defaults, stop_ids=tokenizer.stop_ids)
+    return Model(config=config, decode=decode, params=params, mesh=mesh, tokenizer=tokenizer,
+                 chat=ChatTemplate.find(path), defaults=defaults, path=path)

@@ -6,7 +6,6 @@ however many tokens a pass yields.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from musejax.config import ConfigError
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it logits over temperature leave the range in which float32 tells them apart; 0 is greedy."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
-        if isinstance(self.top_k, bool) or self.top_k != int(self.top_k) or not 0 <= self.top_k < 2**31:
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 1e6:
+            raise ConfigError(f"temperature: expected 0 (greedy) or {LEAST_TEMPERATURE:g} to 1e6, "
+                              f"got {self.temperature}")
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or not 0 <= self.top_k < 2**31:
             raise ConfigError(f"top_k: expected an integer of at least 0 (0 keeps all), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**32:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed: expected an integer of 0 to 2^32 - 1, got {self.seed}")
 
     @property
@@ -51,7 +54,7 @@ class Sampling:
 
 
 class Sampler(NamedTuple):
-    """A Sampling as arrays, so that another value needs no compilation; all scalars."""
+    """A Sampling as arrays, so that another value needs no compilation; all scalars. Greedy has none: None."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -59,7 +62,10 @@ class Sampler(NamedTuple):
     seed: jax.Array
 
     @classmethod
-    def of(cls, sampling: Sampling) -> Sampler:
+    def of(cls, sampling: Sampling) -> Sampler | None:
+        """The arrays, or None for greedy: the choice between the two programs is then part of the structure."""
+        if sampling.greedy:
+            return None
         return cls(jnp.float32(sampling.temperature), jnp.int32(sampling.top_k), jnp.float32(sampling.top_p),
                    jnp.uint32(sampling.seed))
 
@@ -82,7 +88,8 @@ def restrict(logits_tv: jax.Array, sampler: Sampler) -> jax.Array:
     kept = (sampler.top_k == 0) | (rank < sampler.top_k)
     probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    kept = kept & ((before < sampler.top_p) | (rank == 0))
+    # A float32 sum may reach 1 before the last token: top_p = 1 keeps all by rule, not by sum.
+    kept = kept & ((before < sampler.top_p) | (rank == 0) | (sampler.top_p >= 1))
     kept_by_id = jnp.zeros_like(kept).at[jnp.arange(order.shape[0])[:, None], order].set(kept)
     return jnp.where(kept_by_id, logits_tv, -jnp.inf)
 
@@ -93,7 +100,7 @@ def noise(sampler: Sampler, positions_t: jax.Array, vocab: int) -> jax.Array:
     return jax.vmap(lambda position: jax.random.gumbel(jax.random.fold_in(root, position), (vocab,)))(positions_t)
 
 
-def choose(raw_tv, logits_tv, positions_t, sampler: Sampler, *, greedy: bool, num_tokens: int | None):
+def choose(raw_tv, logits_tv, positions_t, sampler: Sampler | None, *, num_tokens: int | None):
     """Next token of each row.
 
     Args:
@@ -101,12 +108,13 @@ def choose(raw_tv, logits_tv, positions_t, sampler: Sampler, *, greedy: bool, nu
             saturates and would make ties. Ties go to the lower id.
         logits_tv: float32, after softcap; sampled from.
         positions_t: int32, absolute position of the token to be chosen.
+        sampler: None is greedy.
 
     Returns:
         (ids int32 [t], log-probabilities float32 [t] of the ids under softmax(logits), unscaled).
     """
     logits = mask_unused(logits_tv, num_tokens)
-    if greedy:
+    if sampler is None:
         ids = jnp.argmax(mask_unused(raw_tv, num_tokens), axis=-1)
     else:
         scaled = restrict(logits / sampler.temperature, sampler)

@@ -67,7 +67,7 @@ class Tokenizer:
         """Reads `tokenizer.json`, and the name of the BOS token from `tokenizer_config.json` if there is one.
 
         Raises:
-            TokenizerError: no such file, or not a byte-level tokenizer.
+            TokenizerError: no such file, not a byte-level tokenizer, or a BOS token that is no text.
         """
         path = Path(folder) / FILE
         if not path.is_file():
@@ -77,8 +77,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as err:  # the library raises plain Exception
             raise TokenizerError(f"{path}: expected a file of the `tokenizers` library, got: {err}") from None
-        bos = read_json(Path(folder) / "tokenizer_config.json").get("bos_token") or BOS
-        return cls(backend, bos["content"] if isinstance(bos, dict) else bos)
+        config_path = Path(folder) / "tokenizer_config.json"
+        bos = read_json(config_path).get("bos_token") or BOS
+        return cls(backend, token_text(bos, f"{config_path}: bos_token"))
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
@@ -203,6 +204,18 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     )
 
 
+def token_text(value, where: str) -> str:
+    """Text of a token in `tokenizer_config.json`: itself, or its `content`.
+
+    Raises:
+        TokenizerError: it is neither.
+    """
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise TokenizerError(f"{where}: expected a string or an object with a string 'content', got {value!r}")
+    return text
+
+
 def read_json(path: Path) -> dict:
     """A JSON object from a file, empty if there is no such file.
 
@@ -213,7 +226,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    except (ValueError, RecursionError) as err:
         raise TokenizerError(f"{path}: expected JSON, got: {err}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -145,3 +145,41 @@ def test_parser_shows_text_at_once_and_separates_messages():
 def test_opening():
     assert opening_of("<|start|>user<|message|>a<|eot|><|start|>assistant to=self") == "assistant to=self"
     assert opening_of("User: a\nAssistant:") == ""
+
+
+# ------------------------------------------------------------------ malformed files
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"bos_token": {"x": 1}}, "bos_token: expected a string or an object"),
+    ({"added_tokens_decoder": [1]}, r"added_tokens_decoder: expected an object of id -> token, got \[1\]"),
+    ({"added_tokens_decoder": {"7": 5}}, "added_tokens_decoder: 7: expected a string or an object"),
+])
+def test_malformed_tokenizer_config(tmp_path, config, message):
+    tiny_tokenizer.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {message}"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_malformed_templates(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [5, {"template": "a"}]}')
+    with pytest.raises(ChatError, match="expected the checkpoint's chat template"):
+        ChatTemplate.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ChatError, match=r"chat_template\.jinja: expected UTF-8 text, got invalid start byte at byte 1"):
+        ChatTemplate.from_folder(tmp_path)
+    with pytest.raises(ChatError, match="expected a Jinja template, got"):
+        ChatTemplate("{{ " + "(" * 5000)
+
+
+@pytest.mark.parametrize("source, error", [
+    ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
+    ("{{ 10.0 ** 999 }}", "OverflowError"),
+    ("{{ messages[0].content + 1 }}", "TypeError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{{ nothing.at.all }}", "'nothing' is undefined"),
+])
+def test_template_that_fails(source, error):
+    with pytest.raises(ChatError, match=f"the template does not accept these messages.*{error}"):
+        ChatTemplate(source).render(user("a"))

@@ -65,7 +65,24 @@ def test_compare_sees_one_element_and_nan():
     assert compare("x", got, want, 0.4, judged=1).passed
     got[1, 2] = np.nan
     assert not compare("x", got, want, 0.4).passed
-    assert not compare("x", want, want, 0.4, judged=0).passed  # nothing judged is not a pass
+    nothing = compare("x", want + 2, want, 0.4, judged=0)
+    assert nothing.passed is None and nothing.worst_unjudged == 2 and "OPEN" in str(nothing)  # neither pass nor fail
+
+
+def test_order_of_the_chosen_experts_is_not_judged(mini):
+    config, params, expected = mini
+    swapped = {**expected, **{k: expected[k][..., ::-1] for k in ("topk_ids", "topk_weights")}}
+    assert all(r.passed for r in check.check_exact(params, config, swapped)[0])
+    swapped["topk_weights"] = expected["topk_weights"]
+    assert not check.check_exact(params, config, swapped)[0][2].passed
+
+
+def test_json_has_no_infinity():
+    want = np.zeros((2, 2))
+    text = json.dumps(check.to_json([compare("x", want * np.nan, want, 1.0)]), allow_nan=False)
+    assert json.loads(text) == {"passed": False, "rows": [
+        {"name": "x", "worst": None, "bound": 1.0, "index": [0, 0], "judged": 2, "unjudged": 0, "passed": False,
+         "note": "", "worst_unjudged": 0.0}]}
 
 
 def test_rows_after_a_near_tie_are_not_judged():
@@ -92,7 +109,8 @@ def test_canon_layer_judges_by_row():
 
 def test_line_names_what_matters():
     text = str(Row("a name", 0.5, 0.25, (1, 2), 3, 4, False, "a note"))
-    for part in ("FAIL", "a name", "5.000e-01", "(1, 2)", "2.500e-01", "3 rows", "4 not judged", "a note"):
+    for part in ("FAIL", "a name", "5.000e-01", "(1, 2)", "2.500e-01", "3 rows",
+                 "4 after a near tie not judged", "a note"):
         assert part in text
 
 
@@ -100,7 +118,14 @@ def test_golden_values_are_checked_first(tmp_path, shared):
     path = tmp_path / "expected.npz"
     with pytest.raises(CheckError, match="found no such file"):
         read_expected(path, MINI)
-    path.write_bytes(b"junk")
+    whole = (shared / "data/hf_mini/expected.npz").read_bytes()
+    flipped = whole[:5000] + bytes([whole[5000] ^ 255]) + whole[5001:]
+    for junk in (b"junk", b"", whole[:100_000], flipped):
+        path.write_bytes(junk)
+        with pytest.raises(CheckError, match="npz archive"):
+            read_expected(path, MINI)
+    with path.open("wb") as file:
+        np.save(file, np.arange(3))
     with pytest.raises(CheckError, match="npz archive"):
         read_expected(path, MINI)
     np.savez(path, input_ids=np.arange(3))
@@ -108,8 +133,16 @@ def test_golden_values_are_checked_first(tmp_path, shared):
         read_expected(path, MINI)
     arrays = dict(np.load(shared / "data/hf_mini/expected.npz"))
     np.savez(path, **{**arrays, "logits_fp32": arrays["logits_fp32"][:, :5]})
-    with pytest.raises(CheckError, match=r"logits_fp32: expected shape \(24, 512\) from config.json, got \(24, 5\)"):
+    with pytest.raises(CheckError, match=r"logits_fp32: expected numbers of shape \(24, 512\) .*shape \(24, 5\)"):
         read_expected(path, MINI)
+    for key, value, message in (
+            ("input_ids", arrays["input_ids"] + 500, "ids of 0 to 511"), ("input_ids", np.int64(3), "integers"),
+            ("input_ids", np.array([], np.int64), "integers"), ("input_ids", np.array(["a"] * 24), "integers"),
+            ("hidden_fp32", arrays["hidden_fp32"][:2], "hidden_fp32"),
+            ("topk_ids", np.full((6, 24, 2), "x"), "topk_ids")):
+        np.savez(path, **{**arrays, key: value})
+        with pytest.raises(CheckError, match=message):
+            read_expected(path, MINI)
 
 
 def test_command_exit_codes(tmp_path, shared, capsys):

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +198,39 @@ def test_new_tokens_are_cut_to_the_context(run, engine, folder):
     assert engine.request.max_new_tokens == room and f"the context has room for {room} new tokens, not 1000" in err
 
 
+def test_interrupt_that_is_only_noticed_between_tokens(run, engine, folder, monkeypatch):
+    """SIGINT raises nowhere: the token that is under way is kept, and the old handler comes back."""
+    stream, old = engine.stream, signal.getsignal(signal.SIGINT)
+
+    def interrupted(model, request):
+        for made, token in enumerate(stream(model, request)):
+            if made == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield token
+
+    monkeypatch.setattr(generate, "start_stream", interrupted)
+    code, out, _ = run("generate", folder, "--prompt", "a", "--json", "--quiet")
+    result = json.loads(out)
+    assert (code, result["finish_reason"], result["generated_tokens"]) == (130, "interrupt", 3)
+    assert signal.getsignal(signal.SIGINT) is old
+
+
+def test_interrupt_while_loading(run, engine, folder, monkeypatch):
+    monkeypatch.setattr(generate, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run("generate", folder, "--prompt", "a", "--quiet") == (130, "", "musejax: interrupted\n")
+
+
+def test_warnings_are_one_line(run, engine, folder, monkeypatch):
+    def load(args, request):
+        for text in ("gates rounded", "gates rounded", "other"):
+            warnings.warn(text, stacklevel=1)
+        return engine.load(args, request)
+
+    monkeypatch.setattr(generate, "load_model", load)
+    assert run("generate", folder, "--prompt", "a", "--quiet")[2] == (
+        "musejax: warning: gates rounded\nmusejax: warning: other\n")
+
+
 def test_default_checkpoint(run, engine, folder, monkeypatch):
     monkeypatch.setattr("musejax.paths.nano_path", lambda: folder)
     assert run("generate", "--prompt", "a")[0] == 0 and engine.request.path == folder
@@ -249,6 +284,11 @@ def test_wrong_prompts(run, engine, folder, options, stdin, message):
     assert engine.request is None
 
 
+def test_too_few_devices(run, engine, folder, monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(platform="cpu")])
+    refused(run("generate", folder, "--prompt", "a", "--devices", "8"), "with --platform cpu, --devices 8 makes 8")
+
+
 def test_no_gpu(run, engine, folder, monkeypatch):
     def devices(platform=None):
         raise RuntimeError("Unknown backend: 'gpu'")
@@ -271,6 +311,12 @@ def test_wrong_folders(run, engine, folder, tmp_path):
     refused(run("generate", tmp_path, "--prompt", "a"), "(published), found none")
     (folder / "chat_template.jinja").unlink()
     refused(attempt("--chat"), "expected the checkpoint's chat template")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    refused(attempt(), "chat_template.jinja: expected UTF-8")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"bos_token": 5}')
+    refused(attempt(), "tokenizer_config.json: bos_token: expected a string")
+    (folder / "tokenizer_config.json").unlink()
     (folder / "generation_config.json").write_text("{")
     refused(attempt(), "generation_config.json: expected JSON")
     (folder / "tokenizer.json").write_text("{")
@@ -300,7 +346,23 @@ def test_tokenizer_of_another_model(run, engine, folder):
     (["check", "."], "expected golden values of this checkpoint, found no such file"),
 ])
 def test_wrong_commands(run, argv, message):
-    refused(run(*argv), message)
+    result = run(*argv)
+    refused(result, message)
+    assert "--prompt" not in result[2], "advice for generate only"
+
+
+def test_info_after_an_unfinished_conversion(run, tmp_path):
+    (tmp_path / "out.converting").mkdir()
+    refused(run("info", tmp_path / "out"), "the conversion was not finished (0 parts complete in out.converting)")
+
+
+def test_folder_with_the_name_of_a_preset(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("info", "nano")[2] == ""
+    (tmp_path / "nano").mkdir()
+    code, out, err = run("info", "nano")
+    assert (code, err) == (0, "musejax: nano is taken as the named configuration; the folder is ./nano\n")
+    assert out.startswith("configuration nano")
 
 
 # ------------------------------------------------------------------ convert, check, errors
@@ -326,7 +388,7 @@ def test_check(run, folder, monkeypatch, passed):
     (folder / "expected.npz").touch()
     monkeypatch.setattr("musejax.check.run", fake)
     monkeypatch.setattr("musejax.check.to_json", lambda rows: {"passed": passed})
-    last = "all 1 comparisons passed" if passed else "1 of 1 comparisons failed"
+    last = "1 comparisons passed" if passed else "1 of 1 comparisons failed"
     assert run("check", folder) == (1 - passed, f"a line\n{last}\n", "")
     assert run("check", folder, "--json")[:2] == (1 - passed, json.dumps({"passed": passed}) + "\n")
 
@@ -366,6 +428,103 @@ def test_reader_that_leaves():
     process.stdout.close()
     assert process.wait(timeout=60) == cli.READER_GONE
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("argv", [["info", "released"], ["--help"]])
+def test_output_that_cannot_be_written(argv):
+    code = f"import sys, musejax.cli as c; sys.exit(c.run({argv}))"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    for redirection, message in ((">/dev/full", "output cannot be written: No space left on device"),
+                                 (">&-", "standard output is closed: expected a file, a pipe or a terminal")):
+        done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code],
+                              stderr=subprocess.PIPE, text=True, env=env)
+        assert (done.returncode, done.stderr) == (2, f"musejax: error: {message}\n")
+
+
+@pytest.fixture
+def endless(repo, tmp_path):
+    """nano without anything that ends a text: its output is ids, as they come."""
+    path = tmp_path / "endless"
+    path.mkdir()
+    for file in (repo / "checkpoints" / "nano").iterdir():
+        if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
+            (path / file.name).symlink_to(file)
+    (path / "generation_config.json").unlink()
+    (path / "generation_config.json").write_text('{"eos_token_id": []}')
+    return path
+
+
+def interruptible(*argv, **env):
+    """A command in its own process, which says "ready" on stdout when the console script begins."""
+    code = "import sys, musejax.cli as c; print('ready', flush=True); sys.exit(c.run(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, argv)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | env, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+ENDLESS = ("--prompt-ids", "1 2 3", "--max-new-tokens", "100000")
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.3, 0.8])
+def test_sigint_at_the_start(endless, delay):
+    process = interruptible("generate", endless, *ENDLESS)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "musejax: " in err
+
+
+@pytest.mark.slow
+def test_sigint_while_compiling(endless):
+    process = interruptible("generate", endless, *ENDLESS, JAX_LOG_COMPILES="1")
+    read = ""
+    while "Compiling" not in read or "step" not in read.rpartition("Compiling")[2]:
+        line = process.stderr.readline()
+        assert line, read
+        read += line
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in read + err and "finish: interrupt" in err
+
+
+@pytest.mark.slow
+def test_sigint_while_decoding(endless):
+    process = interruptible("generate", endless, *ENDLESS)
+    begin = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "finish: interrupt" in err
+    ids = (begin + out).split()
+    assert f"generated {len(ids)} tokens" in err and (begin + out).endswith("\n")
+
+
+def test_second_sigint_leaves_at_once(endless):
+    process = interruptible("generate", endless, *ENDLESS, JAX_LOG_COMPILES="1")
+    while "Compiling" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_sigint_in_convert_and_check(shared, tmp_path):
+    source, out = shared / "data" / "hf_mini", tmp_path / "out"
+    for argv in (("convert", source, out), ("check", source)):
+        for delay in (0.2, 1.5):
+            process = interruptible(*argv)
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+            assert "Traceback" not in err and process.returncode in (130, 0), "0: it was faster"
+    assert cli.main(["convert", str(source), str(out), "--quiet", "--overwrite"]) == 0
+    assert cli.main(["info", str(out)]) == 0
 
 
 @pytest.mark.slow

@@ -72,6 +72,10 @@ def test_fixtures_of_the_reference_library(shared):
     ({"architectures": ["LlamaForCausalLM"]}, "architectures: expected MuseSpark.*got LlamaForCausalLM"),
     ({"model_type": "llama"}, "model_type: .*got 'llama'"),
     ({"text_config": None}, "text_config: expected an object"),
+    ({"text_config": 3}, "text_config: expected an object, got 3"),
+    ({"architectures": 5}, "architectures: expected a list, got 5"),
+    ({"architectures": [["x"]]}, "architectures: expected MuseSpark"),
+    ({"model_type": 5}, "model_type: expected a text, got 5"),
 ])
 def test_unknown_architectures_are_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
@@ -94,6 +98,17 @@ def test_unknown_architectures_are_refused_by_name(change, message):
     ({"layer_types": [FULL]}, "layer_types: expected 6 entries"),
     ({"layer_types": [FULL] * 5 + ["chunked"]}, r"layer_types\[5\].*'chunked'"),
     ({"layer_rope_theta": [0.5] * 6}, r"layer_rope_theta\[0\]"),
+    ({"layer_rope_theta": ["x"] * 6}, r"layer_rope_theta\[0\].*'x'"),
+    ({"layer_rope_theta": [None] * 6}, r"layer_rope_theta\[0\].*None"),
+    ({"layer_types": 5}, "layer_types: expected a list, got 5"),
+    ({"mlp_layer_types": 5}, "mlp_layer_types: expected a list, got 5"),
+    ({"rope_parameters": "default"}, "rope_parameters: expected an object, got 'default'"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a positive number"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a positive number, got 'small'"),
+    ({"pad_token_id": "zzz"}, "pad_token_id: expected a token id, got 'zzz'"),
+    ({"eos_token_id": -1}, "eos_token_id: expected a token id, got -1"),
+    ({"hidden_act": ["silu"]}, "hidden_act: only 'silu'"),
+    ({"layer_types": [["a"]] * 6}, r"layer_types\[0\]"),
 ])
 def test_refusals_say_what_was_expected(text, message):
     with pytest.raises(ConfigError, match=message):
@@ -106,6 +121,10 @@ def test_folder_without_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="expected JSON"):
         ModelConfig.from_folder(tmp_path)
+    for text in ("[" * 100_000, "[1, 2]", "null"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.json: expected (JSON|an object)"):
+            ModelConfig.from_folder(tmp_path)
 
 
 def test_combine_orders():
@@ -119,6 +138,8 @@ def test_decode_config_fits_the_model():
     odd = dataclasses.replace(MINI, num_local_experts=9)
     assert DecodeConfig().for_model(odd).combine == "flat"
     assert DecodeConfig().for_model(MINI).combine == "ep(8)"
+    short = dataclasses.replace(MINI, max_position_embeddings=10)
+    assert DecodeConfig(prefill_chunk=64).for_model(short).prefill_chunk == 10
     with pytest.raises(ConfigError, match="multiple of 8, got 9"):
         DecodeConfig().check(odd)
     loud = dataclasses.replace(MINI, qk_scale_factor=10.0)
@@ -129,7 +150,8 @@ def test_decode_config_fits_the_model():
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("implementation", "magic"), ("experts", "some"), ("prefill_chunk", 0), ("policy", "canon"), ("combine", "tree")])
+    ("implementation", "magic"), ("experts", "some"), ("prefill_chunk", 0), ("prefill_chunk", 10**9),
+    ("policy", "canon"), ("combine", "tree")])
 def test_decode_config_checks_itself(field, value):
     with pytest.raises(ConfigError, match=field):
         DecodeConfig(**{field: value})

@@ -41,7 +41,7 @@ def run_steps(params, prompt, count, mesh=None, sampling=None):
     state = steps.start(params, prompt, 32, sampling, config=CONFIG, decode=DECODE, mesh=mesh)
     tokens, logprobs = [int(state.token)], [float(state.logprob)]
     for _ in range(count - 1):
-        state = steps.jit_decode_step(params, state, config=CONFIG, decode=DECODE, greedy=sampling.greedy, mesh=mesh)
+        state = steps.jit_decode_step(params, state, config=CONFIG, decode=DECODE, mesh=mesh)
         tokens.append(int(state.token))
         logprobs.append(float(state.logprob))
     return tokens, logprobs
@@ -125,7 +125,9 @@ def test_cache_lengths_come_in_steps():
 
 
 @pytest.mark.parametrize(("prompt", "message"), [
-    ([], "at least one token"), ([1, 512], "ids of 0 to 511, got 512 at index 1"), ([-1], "got -1"),
+    ([], "at least one token"), ([1.5, 2.0], "flat list of token ids, got float64"),
+    ([[1, 2]], r"flat list of token ids, got int64 of shape \(1, 2\)"),
+    ([1, 512], "ids of 0 to 511, got 512 at index 1"), ([-1], "got -1"),
     ([1] * 33, "at most 32 tokens .*got 33")])
 def test_prompts_are_checked_before_anything_runs(prompt, message):
     with pytest.raises(ConfigError, match=message):

@@ -13,8 +13,7 @@ from musejax.sampling import Sampler, Sampling, choose, noise, restrict
 def pick(logits, sampling, positions=(0,), num_tokens=None, raw=None):
     logits = jnp.atleast_2d(jnp.asarray(logits, jnp.float32))
     raw = logits if raw is None else jnp.atleast_2d(jnp.asarray(raw, jnp.float32))
-    return choose(raw, logits, jnp.asarray(positions), Sampler.of(sampling), greedy=sampling.greedy,
-                  num_tokens=num_tokens)
+    return choose(raw, logits, jnp.asarray(positions), Sampler.of(sampling), num_tokens=num_tokens)
 
 
 def test_greedy_takes_the_lowest_of_equals_and_compares_before_the_softcap():
@@ -48,6 +47,13 @@ def test_top_k_and_top_p():
     assert allowed(logits, top_k=2, top_p=0.5) == [1]  # probabilities after top-k: 4/7 reaches 0.5
     assert allowed([1.0, 1.0, 1.0], top_k=2) == [0, 1]  # equals rank by id
     assert allowed(logits, top_k=100) == [0, 1, 2, 3]
+    # float32 sums reach 1 before the end
+    assert allowed(np.concatenate([np.zeros(5000), [-12.0]])) == list(range(5001))
+
+
+def test_least_temperature_is_greedy_in_effect():
+    ids, _ = pick([1.0, 1.001, 0.0], Sampling(temperature=1e-5, seed=3))
+    assert ids.tolist() == [1]
 
 
 def test_samples_follow_the_distribution():
@@ -75,7 +81,8 @@ def test_other_values_need_no_compilation():
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_k", 1.5),
+    ("temperature", -0.1), ("temperature", 1e-40), ("seed", 1.5), ("top_k", float("nan")), ("top_k", True),
+    ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_k", 1.5),
     ("top_p", 0.0), ("top_p", 1.1), ("seed", -1), ("seed", 2**32)])
 def test_ranges(field, value):
     with pytest.raises(ConfigError, match=field):

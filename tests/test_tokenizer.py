@@ -185,3 +185,21 @@ def test_no_jax():
 
     code = "import sys, musejax.chat, musejax.text, musejax.tokenizer; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"bos_token": {"x": 1}}, r"bos_token: expected a string or an object with a string 'content', got \{'x': 1\}"),
+    ({"bos_token": 5}, "bos_token: expected a string or an object with a string 'content', got 5"),
+    ([1], "expected a JSON object, got list"),
+])
+def test_malformed_tokenizer_config(tmp_path, config, message):
+    tiny_tokenizer.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {message}"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_json_nested_too_deeply(tmp_path):
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(TokenizerError, match="expected JSON"):
+        read_generation_config(tmp_path)

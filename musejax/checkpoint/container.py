@@ -198,12 +198,12 @@ def unfinished_reason(path: Path) -> str | None:
 
 
 def read_state(work: Path) -> dict:
-    """The unfinished folder's record; empty if there is none or it cannot be read."""
+    """The unfinished folder's record, with `parts` an object; empty if there is none or it cannot be read."""
     try:
         state = json.loads((work / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return state if isinstance(state, dict) else {}
+    return state if isinstance(state, dict) and isinstance(state.get("parts"), dict) else {}
 
 
 # ------------------------------------------------------------------ restore

@@ -131,9 +131,10 @@ def _convert_parts(published: Published, work: Path, progress: bool) -> None:
     identity = {"format_number": FORMAT_NUMBER, "table": table_digest(config), "config": config.to_hf(),
                 "fingerprint": _describe(published)["fingerprint"]}
     state = read_state(work)
-    strange = [] if state else [f.name for f in work.iterdir() if f.name != STATE + ".tmp"]
+    strange = [] if state else [f.name for f in work.iterdir() if f.name not in (STATE, STATE + ".tmp")]
     if strange:
-        raise CheckpointError(f"{work}: expected a folder left by a conversion, found {strange[0]} and no {STATE}: "
+        record = f"a {STATE} that is no record" if (work / STATE).exists() else f"no {STATE}"
+        raise CheckpointError(f"{work}: expected a folder left by a conversion, found {strange[0]} and {record}: "
                               "move it away or choose another destination")
     same = state.get("identity") == identity
     finished = {name: files for name, files in state.get("parts", {}).items()
@@ -174,9 +175,13 @@ def _remove_all_but(work: Path, names: set[str]) -> None:
 
 
 def _move_into_place(work: Path, dst: Path) -> None:
-    """Gives the complete folder its name; a checkpoint already there is removed after the new one is in place."""
+    """Gives the complete folder its name, in place of a checkpoint already there.
+
+    The old one is removed before the renaming: killed after it, its remains would stay in the new one for good. Killed
+    in between, the conversion goes on with every part complete.
+    """
     if is_converted(dst):
         os.replace(dst, work / "replaced")
+        shutil.rmtree(work / "replaced", ignore_errors=True)
     os.replace(work, dst)
     (dst / STATE).unlink()  # kept until here, so that a conversion killed just before the renaming can go on
-    shutil.rmtree(dst / "replaced", ignore_errors=True)

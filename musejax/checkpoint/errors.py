@@ -22,14 +22,21 @@ class Faults:
     def add(self, kind: str, text: str) -> None:
         self._by_kind.setdefault(kind, []).append(text)
 
-    def raise_if_any(self, heading: str, advice: str = "") -> None:
-        """Raises CheckpointError with all faults so far, kind by kind; does nothing if there are none."""
+    def has(self, kind: str) -> bool:
+        return kind in self._by_kind
+
+    def raise_if_any(self, heading: str, advice: str = "", listed: int = MAX_LISTED) -> None:
+        """Raises CheckpointError with all faults so far, kind by kind; does nothing if there are none.
+
+        Args:
+            listed: faults of one kind that are written out.
+        """
         if not self:
             return
         lines = [heading]
         for kind, texts in self._by_kind.items():
             lines.append(f"  {kind} ({len(texts)}):")
-            lines += [f"    {text}" for text in texts[:MAX_LISTED]]
-            if len(texts) > MAX_LISTED:
-                lines.append(f"    and {len(texts) - MAX_LISTED} more")
+            lines += [f"    {text}" for text in texts[:listed]]
+            if len(texts) > listed:
+                lines.append(f"    and {len(texts) - listed} more")
         raise CheckpointError("\n".join(lines + ([advice] if advice else [])))

@@ -34,6 +34,7 @@ _SKIPPED = re.compile(
 )
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _NVFP4 = re.compile(r"\.experts\..*(?:_scale|_scale_2)$")
+REPLACES_NOTHING = "overlay tensor replaces nothing"
 _STACKED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
@@ -127,10 +128,13 @@ def open_published(folder: str | Path, config: ModelConfig | None = None,
         _lay_over(found, shards, rows, faults)
     sources = _match(rows, found, faults)
     nvfp4 = any(_NVFP4.search(n) or (t.dtype == "U8" and ".experts." in n) for n, t in found.items())
+    if nvfp4:  # every expert is a fault then: the reason comes first, and a few examples will do
+        faults.raise_if_any(f"{folder}: NVFP4 experts are not supported by this version: use the BF16 checkpoint.\n"
+                            "What does not fit it:", listed=2)
     faults.raise_if_any(
         f"{folder}: the tensors do not fit the config ({config.num_hidden_layers} layers, hidden_size "
         f"{config.hidden_size}, {config.num_local_experts} experts)",
-        "NVFP4 experts are not supported by this version: use the BF16 checkpoint." if nvfp4 else
+        "No tensor was read. An overlay may only replace tensors of the base." if faults.has(REPLACES_NOTHING) else
         "No tensor was read. Take config.json and safetensors files from the same checkpoint.")
     return Published(folder, config, tuple(sources), tuple(skipped), (base, *layers))
 
@@ -169,10 +173,13 @@ def _owner(name: str) -> str:
 
 def _lay_over(found: dict[str, Tensor], shards: ShardSet, rows: dict[str, Param], faults: Faults) -> None:
     """Replaces tensors of `found` by those of an overlay."""
-    new, _ = _by_canonical_name(shards, faults)
+    new, skipped = _by_canonical_name(shards, faults)
+    if not new:
+        what = f"only tensors that the decoder skips, such as {skipped[0].name}" if skipped else "no tensor"
+        faults.add(REPLACES_NOTHING, f"{shards.folder}: {what}")
     for name in new:
         if name not in found and _owner(name) not in rows:
-            faults.add("overlay tensor replaces nothing", f"{name} {_where(new[name])}")
+            faults.add(REPLACES_NOTHING, f"{name} {_where(new[name])}")
     stacked = {name for name in new if name == _owner(name)}
     single = {_owner(name) for name in new} - stacked
     for name in list(found):  # an overlay may store experts the other way than the base

@@ -126,7 +126,7 @@ def open_shards(folder: str | Path, *, any_files: bool = False) -> ShardSet:
         if name not in tensors and folder / file not in broken:
             faults.add("tensor named by the index is absent", f"{name}: expected in {file}")
     faults.raise_if_any(f"{folder}: the safetensors files are damaged or incomplete",
-                        "Nothing was read. Fetch the files named above again.")
+                        "Nothing was read. Fetch the files named above again" + _no_safetensors_hint(folder) + ".")
     return ShardSet(folder, tuple(files), tensors, digest.hexdigest())
 
 
@@ -191,6 +191,11 @@ def _files_without_index(folder: Path, any_files: bool) -> list[Path]:
         raise CheckpointError(f"{folder}: expected {INDEX} beside {len(files)} .safetensors files "
                               f"({files[0].name}, ...), found none; fetch the index too")
     raise CheckpointError(f"{folder}: expected {INDEX} or {SINGLE}, found neither{pickle_hint(folder)}")
+
+
+def _no_safetensors_hint(folder: Path) -> str:
+    """`pickle_hint` where an index is all that there is of safetensors."""
+    return "" if any(folder.glob("*.safetensors")) else pickle_hint(folder)
 
 
 def pickle_hint(folder: Path) -> str:

@@ -16,8 +16,11 @@ def note(text: str) -> None:
     print(f"musejax: {text}", file=sys.stderr, flush=True)
 
 
-def checkpoint_folder(given: str | None) -> Path:
+def checkpoint_folder(given: str | None, hint: str = "") -> Path:
     """The folder of the checkpoint argument; None takes the shipped nano.
+
+    Args:
+        hint: ends the message if there is no such folder.
 
     Raises:
         UsageError: no such folder.
@@ -34,7 +37,7 @@ def checkpoint_folder(given: str | None) -> Path:
         if reason := unfinished_reason(path):
             raise UsageError(reason)
         found = "a file" if path.exists() else "nothing"
-        raise UsageError(f"{given}: expected a checkpoint folder, found {found} (a prompt goes to --prompt)")
+        raise UsageError(f"{given}: expected a checkpoint folder, found {found}{hint}")
     return path
 
 

@@ -32,6 +32,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        failed = sum(not row.passed for row in rows)
-        print(f"{failed} of {len(rows)} comparisons failed" if failed else f"all {len(rows)} comparisons passed")
+        failed, left = (sum(row.passed is verdict for row in rows) for verdict in (False, None))
+        print((f"{failed} of {len(rows)} comparisons failed" if failed else f"{len(rows) - left} comparisons passed")
+              + (f", {left} left open by near ties" if left else ""))
     return 0 if result["passed"] else FAILED

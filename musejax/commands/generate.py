@@ -17,10 +17,9 @@ from pathlib import Path
 
 from musejax.chat import ChatTemplate, MessageParser, opening_of
 from musejax.commands import UsageError, check_overlays, checkpoint_folder, note
+from musejax.commands.interrupts import INTERRUPTED, Deferred
 from musejax.text import INTERRUPT, TextStream
 from musejax.tokenizer import Tokenizer, read_generation_config
-
-INTERRUPTED = 130
 
 
 @dataclass
@@ -52,12 +51,15 @@ def run(args: Namespace) -> int:
         UsageError, ConfigError, CheckpointError, TokenizerError: what was expected and found.
     """
     _check_combinations(args)
-    path = checkpoint_folder(args.checkpoint)
+    path = checkpoint_folder(args.checkpoint, hint=" (a prompt goes to --prompt)")
     check_overlays(args.overlay)
     prompt = read_prompt(args)
-    request = prepare(args, path, prompt)
-    model = load_model(args, request)
-    return write_out(args, request, model)
+    with Deferred(args.quiet) as interrupt:  # before JAX is imported
+        request = prepare(args, path, prompt)
+        interrupt.check()
+        model = load_model(args, request)
+        interrupt.check()
+        return write_out(args, request, model, interrupt)
 
 
 def _check_combinations(args: Namespace) -> None:
@@ -123,6 +125,8 @@ def prepare(args: Namespace, path: Path, prompt: str | list[int]) -> Request:
     if args.chat:
         stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.stop_ids)))
     ids, opening = _tokens(args, path, tokenizer, prompt)
+    if not args.chat:
+        ChatTemplate.find(path)  # loading reads it too, but only after the weights
     choices = {"combine": args.combine, "prefill_chunk": args.prefill_chunk}
     decode = DecodeConfig(policy=POLICIES[args.policy], **{k: v for k, v in choices.items() if v is not None})
     if args.combine is not None:
@@ -175,11 +179,15 @@ def select_platform(args: Namespace) -> None:
     """Applies --platform; must come before JAX's first use of a device, and later has no effect.
 
     Raises:
-        UsageError: JAX finds no GPU.
+        UsageError: JAX finds no GPU, or fewer devices than --devices.
     """
-    if args.platform is None:
+    if args.platform is None and args.devices == 1:
         return
     import jax
+
+    if args.platform is None:
+        _check_devices(args.devices)
+        return
 
     if args.platform == "gpu":  # where JAX finds one, it is the default
         try:
@@ -193,6 +201,16 @@ def select_platform(args: Namespace) -> None:
             jax.config.update("jax_num_cpu_devices", args.devices)
         except RuntimeError:  # devices exist already: their number is checked when the mesh is made
             pass
+
+
+def _check_devices(wanted: int) -> None:
+    """Without --platform, nobody has made CPU devices: says how to."""
+    import jax
+
+    here = jax.devices()
+    if wanted > len(here) and here[0].platform == "cpu":
+        raise UsageError(f"--devices {wanted}: expected at most {len(here)} (those JAX sees here); "
+                         f"with --platform cpu, --devices {wanted} makes {wanted} of the CPU")
 
 
 def load_model(args: Namespace, request: Request):
@@ -215,15 +233,18 @@ def start_stream(model, request: Request) -> Iterable:
 
 
 class _Clock:
-    """Wall times of a generation's tokens."""
+    """Wall times of a generation's tokens, and the place where Ctrl-C ends them: here every token passes, also one
+    that completes no text."""
 
-    def __init__(self):
+    def __init__(self, interrupt: Deferred):
+        self._interrupt = interrupt
         self._times = [time.perf_counter()]
 
     def timed(self, tokens: Iterable) -> Iterator[tuple[int, float]]:
         for token in tokens:
             self._times.append(time.perf_counter())
             yield token.id, token.logprob
+            self._interrupt.check()  # after the token is taken, so that it is not lost
 
     def report(self) -> dict[str, float | None]:
         """The rate counts from the second token on: compilation and prefill come before."""
@@ -257,13 +278,13 @@ class _Writer:
             sys.stdout.flush()
 
 
-def write_out(args: Namespace, request: Request, model) -> int:
+def write_out(args: Namespace, request: Request, model, interrupt: Deferred) -> int:
     """Generates and writes; Ctrl-C ends the text where it is."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
     if sys.stderr.isatty() and not args.quiet:
         note(f"prompt of {len(request.prompt)} tokens; compiling and reading it ...")
-    clock, writer = _Clock(), _Writer(request.opening, silent=args.json)
+    clock, writer = _Clock(interrupt), _Writer(request.opening, silent=args.json)
     text = TextStream(clock.timed(start_stream(model, request)), request.tokenizer,
                       stop_ids=request.stop_ids, stop=args.stop)
     try:
@@ -279,7 +300,7 @@ def write_out(args: Namespace, request: Request, model) -> int:
         _statistics(request, text, times)
         if writer.parser and not any(m.visible for m in writer.parser.messages):
             note("no message for the user came; raise --max-new-tokens, or see all messages with --json")
-    return INTERRUPTED if text.finish_reason == INTERRUPT else 0
+    return INTERRUPTED if interrupt.asked or text.finish_reason == INTERRUPT else 0
 
 
 def _statistics(request: Request, text: TextStream, times: dict) -> None:

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from musejax.commands import UsageError, checkpoint_folder
+from musejax.commands import UsageError, checkpoint_folder, note
 
 
 def run(args: Namespace) -> int:
@@ -30,12 +30,15 @@ def gather(name: str | None) -> dict:
         UsageError, ConfigError, CheckpointError: what was expected and found.
     """
     from musejax.checkpoint import inspect, summary_of
+    from musejax.checkpoint.container import unfinished_reason
     from musejax.config import PRESETS
     from musejax.info import byte_counts, config_summary, parameter_counts
 
     if name in PRESETS:
+        if Path(name).exists():
+            note(f"{name} is taken as the named configuration; the folder is ./{name}")
         title, summary = f"configuration {name}", summary_of(PRESETS[name])
-    elif name is not None and not Path(name).exists():
+    elif name is not None and not Path(name).exists() and not unfinished_reason(Path(name)):
         raise UsageError(f"{name}: expected a checkpoint folder or one of {', '.join(PRESETS)}, found neither")
     else:
         path = checkpoint_folder(name)

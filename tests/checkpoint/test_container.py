@@ -197,6 +197,47 @@ def test_failure_in_the_middle(published, source, tmp_path, monkeypatch):
     assert_restores(tmp_path / "out", published, tensors=other)
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_killed_while_replacing(published, source, copy, monkeypatch, calls):
+    """Killed after any renaming or removal: the next conversion leaves nothing of the old one."""
+    work, done = copy.with_name("copy.converting"), []
+
+    def dying(act):
+        def call(first, *args, **options):
+            act(first, *args, **options)
+            if {work, work / "replaced"} & {first, *args}:
+                done.append(first)
+                if len(done) == calls:
+                    raise KeyboardInterrupt
+        return call
+
+    monkeypatch.setattr(os, "replace", dying(os.replace))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, copy, overwrite=True, progress=False)
+    monkeypatch.undo()
+    if calls < 3:
+        with pytest.raises(CheckpointError, match="not finished"):
+            load_params(copy)
+        convert(source, copy, overwrite=True, progress=False)
+    assert_restores(copy, published)
+    assert {f.name for f in copy.iterdir()} - {STATE} == {MANIFEST, "config.json", *parts_of(published.config)}
+
+
+def test_record_that_is_none(published, source, tmp_path):
+    """`parts` is no object: nothing is known of what lies there."""
+    work = tmp_path / "out.converting"
+    (work / "layer_000").mkdir(parents=True)
+    (work / STATE).write_text('{"parts": 5}')
+    with pytest.raises(CheckpointError, match="0 parts complete"):
+        load_params(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"found layer_000 and a conversion\.json that is no record"):
+        convert(source, tmp_path / "out", progress=False)
+    (work / "layer_000").rmdir()
+    convert(source, tmp_path / "out", progress=False)
+    assert_restores(tmp_path / "out", published)
+
+
 def test_killed_before_renaming(published, source, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "_move_into_place", lambda work, dst: 1 / 0)
     with pytest.raises(ZeroDivisionError):

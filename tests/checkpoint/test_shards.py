@@ -132,6 +132,10 @@ def test_without_index(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     with pytest.raises(CheckpointError, match="a pickle, which is never read"):
         open_shards(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"(?s)missing file \(1\).*a pickle, which is never read"):
+        open_shards(tmp_path)
+    (tmp_path / INDEX).unlink()
     save_file({"a": A}, tmp_path / "other.safetensors")
     assert list(open_shards(tmp_path).tensors) == ["a"]
     save_file({"b": B}, tmp_path / "second.safetensors")
