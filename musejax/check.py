@@ -35,14 +35,20 @@ from musejax.numerics import CANON_F32_PROBS, EXACT
 from musejax.sharding import make_mesh
 
 LOGIT_BOUND = 2e-4
-"""float32 sums in another order than the reference library's; 7e-5 was seen on the shipped fixtures."""
+"""float32 sums in another order than the reference library's; 7e-5 was seen on the fixtures of two files."""
+
+LOGIT_BOUND_CAP = 1e-2
+"""Deep random models are chaotic: the reference library's own float32 logits leave the float64 streams by up to 1e-3
+(14 layers). The bound then is three times that, at most this; a mistake in the model moves logits by 0.07 and more."""
 
 EXACT_MARGIN = 1e-4
 """A selection margin below this can flip between two float32 implementations."""
 
 CLEAN_BOUND, CLEAN_SHARE = 2.0**-12, 0.5
 ROW_BOUND = 2.0**-5
-"""Bounds of one canon layer relative to RMS(row): one flipped bfloat16 rounding moves a row by about 2^-6."""
+"""Bounds of one canon layer relative to RMS(row): one flipped bfloat16 rounding moves a row by about 2^-6.
+The row bound also allows one unit in the last place, 2^-7, of the element itself, since the branch is rounded before
+it is added."""
 
 CANON_MARGIN = 2.0**-8
 """A flipped rounding of a router input moves a biased score by up to about this."""
@@ -142,9 +148,19 @@ def clear_rows(margins_lt: np.ndarray) -> int:
     return int(unclear[0]) if unclear.size else margins_lt.shape[1]
 
 
+def logit_bound(params, config: ModelConfig, decode: DecodeConfig, expected) -> float:
+    """LOGIT_BOUND, or more where the golden logits themselves are farther from the golden streams."""
+    if "hidden_fp32" not in expected:
+        return LOGIT_BOUND
+    head = jax.jit(lambda p, s: fwd.softcap(fwd.raw_logits(p, s, config, decode), config))
+    own = np.abs(np.asarray(head(params, jnp.asarray(expected["hidden_fp32"][-1]))) - expected["logits_fp32"]).max()
+    return float(min(max(LOGIT_BOUND, 3 * own), LOGIT_BOUND_CAP)) if np.isfinite(own) else LOGIT_BOUND
+
+
 def check_exact(params, config: ModelConfig, expected) -> tuple[list[Row], np.ndarray, int]:
     """-> (rows of the result, one-pass logits, how many token rows can be judged)."""
     decode = DecodeConfig(policy=EXACT, combine="flat")
+    bound = logit_bound(params, config, decode, expected)
     tokens = jnp.asarray(expected["input_ids"], jnp.int32)
     logits, trace = jax.jit(partial(fwd.forward, config=config, decode=decode))(params, tokens)
     logits, trace = np.asarray(logits), jax.tree.map(np.asarray, trace)
@@ -152,9 +168,9 @@ def check_exact(params, config: ModelConfig, expected) -> tuple[list[Row], np.nd
     note = ""
     if "hidden_fp32" in expected:
         off = np.abs(trace.streams - expected["hidden_fp32"])[:, :clear].max((1, 2), initial=0)
-        parts = np.flatnonzero(~(off <= LOGIT_BOUND))
+        parts = np.flatnonzero(~(off <= bound))
         note = f"streams part {f'after layer {parts[0] - 1}' if parts[0] else 'in the embedding'}" if parts.size else ""
-    rows = [compare("exact: logits", logits, expected["logits_fp32"], LOGIT_BOUND, clear, note)]
+    rows = [compare("exact: logits", logits, expected["logits_fp32"], bound, clear, note)]
     # In id order: the margin says nothing about two chosen experts that are close to each other.
     order, golden = (np.argsort(ids, axis=-1) for ids in (trace.expert_ids, expected["topk_ids"]))
     ids, want = np.take_along_axis(trace.expert_ids, order, -1), np.take_along_axis(expected["topk_ids"], golden, -1)
@@ -181,7 +197,7 @@ def run_in_chunks(append, head, empty: kv.Cache, tokens, chunk: int) -> np.ndarr
     return np.concatenate(out)
 
 
-def check_steps(params, config: ModelConfig, expected, one_pass, clear: int) -> list[Row]:
+def check_steps(params, config: ModelConfig, expected, one_pass, clear: int, bound: float) -> list[Row]:
     """Cached decoding against the one pass, for lengths around the window that the golden prompt reaches."""
     decode = DecodeConfig(policy=EXACT, combine="flat")
     window, tokens = config.sliding_window, np.asarray(expected["input_ids"])
@@ -195,7 +211,7 @@ def check_steps(params, config: ModelConfig, expected, one_pass, clear: int) -> 
         for n in lengths:
             got = run_in_chunks(append, head, empty, tokens[:n], chunk)
             name = f"steps: chunks of {chunk}, length {n}"
-            worst.append(compare(name, got, one_pass[:n], LOGIT_BOUND, min(n, clear)))
+            worst.append(compare(name, got, one_pass[:n], bound, min(n, clear)))
         rows.append(max(worst, key=lambda r: (r.passed is False, r.judged > 0, r.worst)))
     return rows
 
@@ -219,12 +235,13 @@ def check_canon(params, config: ModelConfig, expected) -> list[Row]:
 def judge_canon_layer(layer: int, got, want, margin_t) -> list[Row]:
     """Two lines: how far the worst row with a clear route is, and the share of clean rows."""
     rms = np.sqrt(np.mean(np.square(want, dtype=np.float64), axis=-1, keepdims=True))
-    relative = (got - want) / rms
-    flipped = (np.abs(relative).max(-1) > ROW_BOUND) & (margin_t < CANON_MARGIN)
-    judged = np.where(flipped[:, None], 0.0, relative)
+    error = (got - want) / (rms + np.abs(want) / 4)  # ROW_BOUND / 4 = 2^-7: one unit in the last place
+    flipped = (np.abs(error).max(-1) > ROW_BOUND) & (margin_t < CANON_MARGIN)
+    judged = np.where(flipped[:, None], 0.0, error)
     line = compare(f"canon: layer {layer}, error / RMS(row)", judged, np.zeros_like(judged), ROW_BOUND)
     line = replace(line, judged=int((~flipped).sum()), unjudged=int(flipped.sum()),
-                   worst_unjudged=float(np.abs(relative[flipped]).max(initial=0)))
+                   worst_unjudged=float(np.abs(error[flipped]).max(initial=0)))
+    relative = (got - want) / rms
     clean = float(np.mean(np.abs(relative).max(-1) <= CLEAN_BOUND))
     share = Row(f"canon: layer {layer}, rows not clean", 1 - clean, 1 - CLEAN_SHARE, (layer,), len(want), 0,
                 clean >= CLEAN_SHARE, f"clean: max error <= 2^-12 RMS(row), {clean:.0%} of rows")
@@ -254,7 +271,7 @@ def run(folder: str | Path, *, overlay=(), expected: str | Path | None = None,
 
     exact, one_pass, clear = check_exact(params, config, golden)
     add(exact)
-    add(check_steps(params, config, golden, one_pass, clear))
+    add(check_steps(params, config, golden, one_pass, clear, exact[0].bound))
     add(check_canon(params, config, golden))
     return result
 

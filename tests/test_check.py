@@ -95,16 +95,29 @@ def test_rows_after_a_near_tie_are_not_judged():
 def test_canon_layer_judges_by_row():
     want = np.ones((4, 8), np.float32)
     got = want.copy()
-    got[0, 0] += 0.02
+    got[0, 0] += 0.03  # bound for an element of 1 in a row of RMS 1: 2^-5 + 2^-7 = 0.039
     line, share = judge_canon_layer(0, got, want, np.ones(4))
     assert line.passed and share.passed and share.worst == 0.25
     got[0, 0] += 0.02
     line, _ = judge_canon_layer(0, got, want, np.ones(4))
     assert not line.passed and line.index == (0, 0)
     line, _ = judge_canon_layer(0, got, want, np.array([1e-3, 1, 1, 1]))  # a near tie may flip
-    assert line.passed and line.unjudged == 1
+    assert line.passed and line.unjudged == 1 and line.worst_unjudged > line.bound
     got[:3, 0] += 0.001
     assert not judge_canon_layer(0, got, want, np.ones(4))[1].passed  # three of four rows not clean
+
+
+def test_bound_follows_the_golden_values_own_error_up_to_a_cap(mini):
+    config, params, expected = mini
+    decode = check.DecodeConfig(policy=check.EXACT, combine="flat")
+
+    def bound(shift):
+        return check.logit_bound(params, config, decode, {**expected, "logits_fp32": expected["logits_fp32"] + shift})
+
+    assert bound(0) == check.LOGIT_BOUND
+    assert 2.9e-3 < bound(1e-3) < 3.3e-3
+    assert bound(1.0) == check.LOGIT_BOUND_CAP
+    assert bound(np.nan) == check.LOGIT_BOUND
 
 
 def test_line_names_what_matters():
