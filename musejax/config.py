@@ -52,6 +52,9 @@ class ModelConfig:
 
     The defaults are the released 816B-A42B model. Every instance has checked itself.
 
+    `nvfp4_layers` is no such field and in no config.json: the loader finds by their tensors which layers have NVFP4
+    experts, and the parameter table follows.
+
     Raises:
         ConfigError: a size is not positive, heads do not group, a list has the wrong length, ...
     """
@@ -81,6 +84,7 @@ class ModelConfig:
     bos_token_id: int = 200000
     eos_token_id: int = 200001
     pad_token_id: int | None = 200018
+    nvfp4_layers: tuple[int, ...] = ()
 
     # Not in any config.json: the same in every implementation (spec section 1.1).
     residual_gate_floor = 1e-3
@@ -103,6 +107,17 @@ class ModelConfig:
         for i, theta in enumerate(thetas):
             if not (theta == 0 or (theta > 1 and math.isfinite(theta))):
                 raise ConfigError(f"layer_rope_theta[{i}]: expected 0 (no rotation) or a base above 1, got {theta}")
+        object.__setattr__(self, "nvfp4_layers", tuple(sorted(set(self.nvfp4_layers))))
+        self._check_nvfp4()
+
+    def _check_nvfp4(self):
+        for i in self.nvfp4_layers:
+            if not 0 <= i < self.num_hidden_layers:
+                raise ConfigError(f"nvfp4_layers: expected layers 0 to {self.num_hidden_layers - 1}, got {i}")
+        for name in ("moe_hidden_size", "moe_intermediate_size"):
+            if self.nvfp4_layers and getattr(self, name) % SLICE_MULTIPLE:
+                raise ConfigError(f"{name}: expected a multiple of {SLICE_MULTIPLE}, the NVFP4 block, got "
+                                  f"{getattr(self, name)}; use BF16 experts")
 
     def _check_sizes(self):
         for field in fields(self):
@@ -197,7 +212,7 @@ class ModelConfig:
         eos = text.get("eos_token_id")
         if isinstance(eos, list):
             text["eos_token_id"] = eos[0] if eos else None
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} - {"nvfp4_layers"}
         unknown = sorted(k for k in text if k not in known and k not in _WITHOUT_EFFECT)
         if unknown:
             warnings.warn(f"config.json: ignoring unknown keys {', '.join(unknown)}", stacklevel=2)
@@ -227,9 +242,9 @@ class ModelConfig:
             raise ConfigError(f"{path}: {err}") from None
 
     def to_hf(self) -> dict:
-        """The published nested form; `from_hf(to_hf())` gives the same config."""
+        """The published nested form; `from_hf(to_hf())` gives the same config, but for `nvfp4_layers`."""
         n = self.num_hidden_layers
-        text = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rope_theta"}
+        text = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rope_theta", "nvfp4_layers")}
         text.update({k: v for k, v in _FIXED.items() if k != "num_shared_experts"})
         text.update(
             model_type="muse_spark_text", dtype="bfloat16", attention_dropout=0.0,

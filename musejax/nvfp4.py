@@ -40,7 +40,7 @@ ACTIVATIONS = ("bf16", "nvfp4_static", "nvfp4_per_token")
 """What GEMMs of NVFP4 experts multiply weights with; see `quantize_activation`."""
 
 TINY = 2.0**-100
-"""Per-token rows whose largest magnitude is below this count as zeros: their scales would leave float32's normal range."""
+"""Per-token rows whose largest magnitude is below this count as zeros: their scales could be subnormal numbers."""
 
 # Smallest magnitude of each nonzero code: its lower neighbour's midpoint, which belongs to the even code of the two.
 _STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
