@@ -8,6 +8,12 @@ steps       the same prompt in chunks and token by token, lengths around the win
 canon       policy `canon`, each layer alone from its golden input stream: random weights are chaotic, so an
             end-to-end comparison of a rounding policy would only measure chaos.
 
+Where layers have NVFP4 experts, those golden values do not apply, but for the steps. Then:
+
+nvfp4       policy `exact`, experts dequantised, against the logits of the reference library with the same weights
+            (`logits_nvfp4_w4a16_fp32`); `logits_nvfp4_w4a4_static`, 4-bit activations in policy `canon`, is reported
+            and not judged: a code that flips moves everything after it.
+
 A row whose choice of experts is a near tie may go either way. Such rows are counted, not judged, and in an
 end-to-end comparison neither are the rows after them, which see their keys.
 """
@@ -26,6 +32,7 @@ import numpy as np
 from musejax import cache as kv
 from musejax.checkpoint import load_params
 from musejax.config import DecodeConfig, ModelConfig
+from musejax.info import ranges
 from musejax.model import forward as fwd
 from musejax.model.attention import Rows
 from musejax.model.layer import decoder_layer
@@ -47,6 +54,10 @@ CANON_MARGIN = 2.0**-8
 
 CHUNKS = (1, 3, 7, 16)
 REQUIRED = ("input_ids", "logits_fp32", "topk_ids", "topk_weights", "hidden_canonical")
+REQUIRED_NVFP4 = ("input_ids", "logits_nvfp4_w4a16_fp32")
+STATIC = "logits_nvfp4_w4a4_static"
+SAME = 1e-5
+"""Logits of a rounding policy closer than this come from the same rounded values."""
 
 
 class CheckError(ValueError):
@@ -73,7 +84,7 @@ class Row:
     note: str = ""
 
     def __str__(self):
-        verdict = "PASS" if self.passed else "FAIL"
+        verdict = ("PASS" if self.judged else "NOTE") if self.passed else "FAIL"
         rows = f"{self.judged} rows" + (f" ({self.unjudged} not judged)" if self.unjudged else "")
         return (f"{verdict}  {self.name:<34} worst {self.worst:.3e} at {self.index}, bound {self.bound:.3e}, {rows}"
                 + (f"; {self.note}" if self.note else ""))
@@ -108,14 +119,16 @@ def read_expected(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             arrays = dict(archive)
     except (ValueError, OSError, EOFError) as err:
         raise CheckError(f"{path}: expected a NumPy .npz archive, got {err}") from None
-    missing = [k for k in REQUIRED if k not in arrays]
+    required = REQUIRED_NVFP4 if config.nvfp4_layers else REQUIRED
+    missing = [k for k in required if k not in arrays]
     if missing:
-        raise CheckError(f"{path}: expected arrays {', '.join(REQUIRED)}, missing {', '.join(missing)}")
+        raise CheckError(f"{path}: expected arrays {', '.join(required)}, missing {', '.join(missing)}")
     t, k, layers = len(arrays["input_ids"]), config.num_experts_per_tok, config.num_hidden_layers
-    shapes = {"logits_fp32": (t, config.vocab_size), "topk_ids": (layers, t, k), "topk_weights": (layers, t, k),
-              "hidden_canonical": (layers + 1, t, config.hidden_size)}
+    logits = (t, config.vocab_size)
+    shapes = {"logits_fp32": logits, "topk_ids": (layers, t, k), "topk_weights": (layers, t, k),
+              "hidden_canonical": (layers + 1, t, config.hidden_size), REQUIRED_NVFP4[1]: logits, STATIC: logits}
     for key, shape in shapes.items():
-        if arrays[key].shape != shape:
+        if key in arrays and arrays[key].shape != shape:
             raise CheckError(f"{path}: {key}: expected shape {shape} from config.json, got {arrays[key].shape}")
     return arrays
 
@@ -143,6 +156,22 @@ def check_exact(params, config: ModelConfig, expected) -> tuple[list[Row], np.nd
     rows.append(compare("exact: expert ids (row, layer)", wrong, np.zeros_like(wrong), 0.0, clear))
     rows.append(compare("exact: expert weights", trace.expert_weights.swapaxes(0, 1),
                         expected["topk_weights"].swapaxes(0, 1), LOGIT_BOUND, clear))
+    return rows, logits, clear
+
+
+def check_nvfp4(params, config: ModelConfig, expected) -> tuple[list[Row], np.ndarray, int]:
+    """-> as `check_exact`, for a checkpoint with NVFP4 experts."""
+    decode = DecodeConfig(policy=EXACT, combine="flat")
+    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
+    logits, trace = jax.jit(partial(fwd.forward, config=config, decode=decode))(params, tokens)
+    logits, clear = np.asarray(logits), clear_rows(np.asarray(trace.margins))
+    rows = [compare("nvfp4: logits", logits, expected[REQUIRED_NVFP4[1]], LOGIT_BOUND, clear)]
+    if STATIC in expected:
+        decode = DecodeConfig(policy=CANON_F32_PROBS, combine="flat", activations="nvfp4_static")
+        static, _ = jax.jit(partial(fwd.forward, config=config, decode=decode))(params, tokens)
+        line = compare("nvfp4_static: logits", np.asarray(static), expected[STATIC], np.inf)
+        same = int((np.abs(static - expected[STATIC]).max(-1) <= SAME).sum())
+        rows.append(replace(line, judged=0, unjudged=len(tokens), note=f"{same} rows within {SAME:g}"))
     return rows, logits, clear
 
 
@@ -231,10 +260,14 @@ def run(folder: str | Path, *, overlay=(), expected: str | Path | None = None,
             report(str(row))
         result.extend(rows)
 
-    exact, one_pass, clear = check_exact(params, config, golden)
+    if config.nvfp4_layers:
+        report(f"NOTE  layers {ranges(config.nvfp4_layers)} have NVFP4 experts: golden values of the BF16 experts "
+               "(exact, canon) do not apply and are left out")
+    exact, one_pass, clear = (check_nvfp4 if config.nvfp4_layers else check_exact)(params, config, golden)
     add(exact)
     add(check_steps(params, config, golden, one_pass, clear))
-    add(check_canon(params, config, golden))
+    if not config.nvfp4_layers:
+        add(check_canon(params, config, golden))
     return result
 
 

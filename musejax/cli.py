@@ -114,6 +114,9 @@ def _add_generate(commands) -> None:
     run = p.add_argument_group("how it runs")
     run.add_argument("--policy", choices=("canon", "exact"), default="canon",
                      help="canon rounds to bfloat16 where the released model does (default); exact is all float32")
+    run.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
+                     help="what NVFP4 experts multiply their weights with: bf16 (default), or 4 bits too, with the "
+                     "scales of the checkpoint or of each token")
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
     run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
                      help="1, 2, 4 or 8 (default 1)")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from musejax.numerics import CANON, Policy
+from musejax.nvfp4 import ACTIVATIONS
 
 NUM_SLICES = 8
 """Every split dimension is cut into this many slices, whatever the number of devices."""
@@ -288,9 +289,11 @@ class DecodeConfig:
         experts: `hit` reads only the experts that rows chose; `all` computes every expert for every
             row and can be differentiated.
         prefill_chunk: rows per prefill call; one compilation per value.
+        activations: what GEMMs of NVFP4 experts multiply weights with: `bf16`, or NVFP4 with the scales of the
+            checkpoint (`nvfp4_static`) or of each row (`nvfp4_per_token`). BF16 experts ignore it.
 
     Raises:
-        ConfigError: an unknown name, or a chunk below 1.
+        ConfigError: an unknown name, a chunk below 1, or NVFP4 activations in a policy that does not round.
     """
 
     implementation: str = "reference"
@@ -298,13 +301,18 @@ class DecodeConfig:
     combine: str = "ep(8)"
     experts: str = "hit"
     prefill_chunk: int = 64
+    activations: str = "bf16"
 
     def __post_init__(self):
-        for name, allowed in (("implementation", ("reference",)), ("experts", ("hit", "all"))):
+        for name, allowed in (("implementation", ("reference",)), ("experts", ("hit", "all")),
+                              ("activations", ACTIVATIONS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"policy: expected a musejax.numerics.Policy, got {self.policy!r}")
+        if self.activations != "bf16" and not self.policy.rounds:
+            raise ConfigError(f"activations: policy {self.policy.name} rounds nothing, expected bf16, got "
+                              f"{self.activations}; use policy canon")
         if self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk: expected at least 1 row, got {self.prefill_chunk}")
         combine_groups(self.combine)

@@ -70,6 +70,20 @@ def test_a_slice_holds_its_rows_of_gate_and_up():
     assert_same_bits(sliced[3, 5, 1], x[5, width + 3 * per:width + 4 * per])  # up rows
 
 
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_block_scales_are_sliced_with_their_codes(name):
+    config = dataclasses.replace(MINI, nvfp4_layers=(2,))
+    rows = {p.path[2]: p for p in table.table(config) if p.path[:2] == ("layers", 2)}
+    plain = next(p for p in table.table(MINI) if p.path == ("layers", 2, name))
+
+    def sliced(p):  # the number of its row in every element
+        e, n, _ = p.hf_shape
+        return table.slice_tensor(p, np.broadcast_to(np.arange(e * n).reshape(e, n, 1), p.hf_shape))[..., 0]
+
+    assert_same_bits(sliced(rows[name]), sliced(plain))
+    assert_same_bits(sliced(rows[name + "_scale"]), sliced(plain))
+
+
 def test_tree_and_leaf_lookup():
     tree = table.build(MINI, lambda p: p)
     assert len(tree["layers"]) == MINI.num_hidden_layers
