@@ -132,7 +132,7 @@ def test_experts_not_hit_are_not_read(weights):
 
 
 def test_choices_are_checked():
-    with pytest.raises(ConfigError, match="activations: expected one of bf16, nvfp4_static, .*, got 'fp8'"):
+    with pytest.raises(ConfigError, match=r"activations: expected one of bf16, .*, got 'fp8'"):
         DecodeConfig(activations="fp8")
     with pytest.raises(ConfigError, match="policy exact rounds nothing, expected bf16, got nvfp4_static"):
         DecodeConfig(policy=EXACT, activations="nvfp4_static")
