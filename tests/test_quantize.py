@@ -204,7 +204,7 @@ def test_quantised_nano_generates(nano_nvfp4, capsys, activations):
                      "--max-new-tokens", "24", "--prompt", "Question: What is 3 times 14?\nAnswer:"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["settings"]["activations"] == activations and result["generated_tokens"] > 3
-    assert activations == "nvfp4_static" or "42" in result["text"]  # input scales of 1 make quiet rows vanish
+    assert "42" in result["text"]
 
 
 def test_exact_policy_takes_no_quantised_activations(nano_nvfp4, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import sys
 from functools import partial
 
@@ -12,6 +13,7 @@ import pytest
 from helpers import assert_same_bits
 
 from musejax import params as table
+from musejax.checkpoint import load_params
 from musejax.config import MINI, ConfigError, DecodeConfig
 from musejax.model.experts import all_experts, hit_experts
 from musejax.numerics import CANON, EXACT
@@ -83,6 +85,26 @@ def test_canon_rounds_where_the_reference_does(reference, weights, inputs, activ
     others = {mode: by_reference(reference, tensors, inputs, "canonical", mode) for mode in MODES.values()}
     assert [m for m in others if clean_share(got, others[m]) > 0.5] == [MODES[activations]]
     assert clean_share(jax.jit(partial(all_experts, decode=decode))(*inputs, leaves), want) > 0.98
+
+
+@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("name", ["hf_tiny", "hf_mini"])
+def test_experts_of_the_fixtures(reference, shared, name, activations):
+    """Each NVFP4 layer's experts on the inputs and routes of a reference run. Whole layers would differ more: one
+    rounding of an expert input that flips moves 4-bit codes."""
+    folder = shared / "data" / name
+    config, params = load_params(folder, overlay=folder / "nvfp4")
+    tensors = reference.read_checkpoint(folder) | reference.read_checkpoint(folder / "nvfp4")
+    spec = reference.Config.from_hf(json.loads((folder / "config.json").read_text()))
+    model = reference.Model(spec, tensors, "canonical", MODES[activations])
+    taps = []
+    model.forward(np.load(folder / "expected.npz")["input_ids"], taps=taps)
+    run = jax.jit(partial(hit_experts, decode=DecodeConfig(activations=activations)))
+    for i in config.nvfp4_layers:
+        inputs = taps[i]["expert_input"], taps[i]["topk_ids"].astype(np.int32)
+        want = by_reference(reference, model.layer_weights(i), inputs, "canonical", MODES[activations])
+        experts = {n: w for n, w in params["layers"][i].items() if n.startswith(("gate_up", "down"))}
+        assert clean_share(run(*inputs, experts), want) > 0.98, f"layer {i}"
 
 
 BREAKS = {
