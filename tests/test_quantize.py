@@ -198,10 +198,11 @@ def test_layer_lists_that_are_none(text, capsys):
     assert "expected" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("activations", ["bf16", "nvfp4_static", "nvfp4_per_token"])
-def test_quantised_nano_generates(nano_nvfp4, capsys, activations):
-    assert cli.main(["generate", str(nano_nvfp4[0]), "--activations", activations, "--json", "--quiet",
-                     "--max-new-tokens", "24", "--prompt", "Question: What is 3 times 14?\nAnswer:"]) == 0
+@pytest.mark.parametrize(("activations", "devices"), [
+    ("bf16", 1), ("nvfp4_static", 1), ("nvfp4_per_token", 1), ("nvfp4_per_token", 4)])
+def test_quantised_nano_generates(nano_nvfp4, capsys, activations, devices):
+    assert cli.main(["generate", str(nano_nvfp4[0]), "--activations", activations, "--devices", str(devices), "--json",
+                     "--quiet", "--max-new-tokens", "24", "--prompt", "Question: What is 3 times 14?\nAnswer:"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["settings"]["activations"] == activations and result["generated_tokens"] > 3
     assert "42" in result["text"]
