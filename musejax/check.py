@@ -8,6 +8,12 @@ steps       the same prompt in chunks and token by token, lengths around the win
 canon       policy `canon`, each layer alone from its golden input stream: random weights are chaotic, so an
             end-to-end comparison of a rounding policy would only measure chaos.
 
+Where layers have NVFP4 experts, those golden values do not apply, but for the steps. Then:
+
+nvfp4       policy `exact`, experts dequantised, against the logits of the reference library with the same weights
+            (`logits_nvfp4_w4a16_fp32`); `logits_nvfp4_w4a4_static`, 4-bit activations in policy `canon`, is reported
+            and not judged: a code that flips moves everything after it.
+
 A row whose choice of experts is a near tie may go either way. Such rows are counted, not judged, and in an
 end-to-end comparison neither are the rows after them, which see their keys.
 """
@@ -28,6 +34,7 @@ import numpy as np
 from musejax import cache as kv
 from musejax.checkpoint import load_params
 from musejax.config import DecodeConfig, ModelConfig
+from musejax.info import ranges
 from musejax.model import forward as fwd
 from musejax.model.attention import Rows
 from musejax.model.layer import decoder_layer
@@ -55,6 +62,10 @@ CANON_MARGIN = 2.0**-8
 
 CHUNKS = (1, 3, 7, 16)
 REQUIRED = ("input_ids", "logits_fp32", "topk_ids", "topk_weights", "hidden_canonical")
+REQUIRED_NVFP4 = ("input_ids", "logits_nvfp4_w4a16_fp32")
+STATIC = "logits_nvfp4_w4a4_static"
+SAME = 1e-5
+"""Logits of a rounding policy closer than this come from the same rounded values."""
 
 
 class CheckError(ValueError):
@@ -84,7 +95,7 @@ class Row:
     worst_unjudged: float = 0.0
 
     def __str__(self):
-        verdict = {True: "PASS", False: "FAIL", None: "OPEN"}[self.passed]
+        verdict = {True: "PASS" if self.judged else "NOTE", False: "FAIL", None: "OPEN"}[self.passed]
         rows = f"{self.judged} rows"
         if self.unjudged:
             rows += f" ({self.unjudged} after a near tie not judged: worst {self.worst_unjudged:.3e})"
@@ -122,9 +133,10 @@ def read_expected(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             arrays = {key: archive[key] for key in archive.files}
     except (ValueError, OSError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as err:
         raise CheckError(f"{path}: expected a NumPy .npz archive, got {err}") from None
-    missing = [k for k in REQUIRED if k not in arrays]
+    required = REQUIRED_NVFP4 if config.nvfp4_layers else REQUIRED
+    missing = [k for k in required if k not in arrays]
     if missing:
-        raise CheckError(f"{path}: expected arrays {', '.join(REQUIRED)}, missing {', '.join(missing)}")
+        raise CheckError(f"{path}: expected arrays {', '.join(required)}, missing {', '.join(missing)}")
     ids = arrays["input_ids"]
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
         raise CheckError(f"{path}: input_ids: expected integers [t], got {ids.dtype} of shape {ids.shape}")
@@ -134,7 +146,8 @@ def read_expected(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     t, k, layers = len(ids), config.num_experts_per_tok, config.num_hidden_layers
     streams = (layers + 1, t, config.hidden_size)
     shapes = {"logits_fp32": (t, config.vocab_size), "topk_ids": (layers, t, k), "topk_weights": (layers, t, k),
-              "hidden_canonical": streams, "hidden_fp32": streams}
+              "hidden_canonical": streams, "hidden_fp32": streams,
+              REQUIRED_NVFP4[1]: (t, config.vocab_size), STATIC: (t, config.vocab_size)}
     for key, shape in shapes.items():
         if key in arrays and (arrays[key].shape != shape or arrays[key].dtype.kind not in "fiu"):
             raise CheckError(f"{path}: {key}: expected numbers of shape {shape} from config.json, got "
@@ -179,6 +192,23 @@ def check_exact(params, config: ModelConfig, expected) -> tuple[list[Row], np.nd
     weights = np.take_along_axis(trace.expert_weights, order, -1).swapaxes(0, 1)
     want = np.take_along_axis(expected["topk_weights"], golden, -1).swapaxes(0, 1)
     rows.append(compare("exact: expert weights", weights, want, LOGIT_BOUND, clear))
+    return rows, logits, clear
+
+
+def check_nvfp4(params, config: ModelConfig, expected) -> tuple[list[Row], np.ndarray, int]:
+    """-> as `check_exact`, for a checkpoint with NVFP4 experts."""
+    decode = DecodeConfig(policy=EXACT, combine="flat")
+    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
+    logits, trace = jax.jit(partial(fwd.forward, config=config, decode=decode))(params, tokens)
+    logits, clear = np.asarray(logits), clear_rows(np.asarray(trace.margins))
+    rows = [compare("nvfp4: logits", logits, expected[REQUIRED_NVFP4[1]], LOGIT_BOUND, clear)]
+    if STATIC in expected:
+        decode = DecodeConfig(policy=CANON_F32_PROBS, combine="flat", activations="nvfp4_static")
+        static, _ = jax.jit(partial(fwd.forward, config=config, decode=decode))(params, tokens)
+        line = compare("nvfp4_static: logits", np.asarray(static), expected[STATIC], SAME)
+        same = int((np.abs(static - expected[STATIC]).max(-1) <= SAME).sum())
+        rows.append(replace(line, judged=0, unjudged=len(tokens), passed=True,
+                            note=f"{same} rows within the bound"))
     return rows, logits, clear
 
 
@@ -260,8 +290,10 @@ def run(folder: str | Path, *, overlay=(), expected: str | Path | None = None,
         CheckError, ConfigError, CheckpointError: before anything is computed.
     """
     folder = Path(folder)
-    golden = read_expected(Path(expected) if expected else folder / "expected.npz", ModelConfig.from_folder(folder))
+    path = Path(expected) if expected else folder / "expected.npz"
+    read_expected(path, ModelConfig.from_folder(folder))  # before the weights
     config, params = load_params(folder, mesh=make_mesh(), overlay=overlay)
+    golden = read_expected(path, config)  # the tensors say which layers have NVFP4 experts
     result: list[Row] = []
 
     def add(rows):
@@ -269,10 +301,14 @@ def run(folder: str | Path, *, overlay=(), expected: str | Path | None = None,
             report(str(row))
         result.extend(rows)
 
-    exact, one_pass, clear = check_exact(params, config, golden)
+    if config.nvfp4_layers:
+        report(f"NOTE  layers {ranges(config.nvfp4_layers)} have NVFP4 experts: golden values of the BF16 experts "
+               "(exact, canon) do not apply and are left out")
+    exact, one_pass, clear = (check_nvfp4 if config.nvfp4_layers else check_exact)(params, config, golden)
     add(exact)
     add(check_steps(params, config, golden, one_pass, clear, exact[0].bound))
-    add(check_canon(params, config, golden))
+    if not config.nvfp4_layers:
+        add(check_canon(params, config, golden))
     return result
 
 

@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   musejax generate CKPT --chat --prompt-file question.txt --max-new-tokens 2048
   musejax info released                                    sizes of the 816B model, without its weights
   musejax convert CKPT CONVERTED                           once, so that later loads are fast
+  musejax quantize CKPT NVFP4                              4-bit experts; load or convert the result
 """
 
 
@@ -78,6 +79,19 @@ def _token_ids(text: str) -> list[int]:
     return ids
 
 
+def _layers(text: str) -> list[int]:
+    out: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.strip().isdecimal() and (last.strip().isdecimal() or not dash)):
+            raise argparse.ArgumentTypeError(f"expected layers such as 1-60 or 0,2-4, got {text!r}")
+        low, high = int(first), int(last if dash else first)
+        if not low <= high < 10_000:
+            raise argparse.ArgumentTypeError(f"expected ascending ranges of layers such as 1-60, got {part!r}")
+        out.update(range(low, high + 1))
+    return sorted(out)
+
+
 def _stop_string(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected at least one character, got an empty string")
@@ -91,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_convert(commands)
+    _add_quantize(commands)
     _add_info(commands)
     _add_check(commands)
     return parser
@@ -122,6 +137,9 @@ def _add_generate(commands) -> None:
     run = p.add_argument_group("how it runs")
     run.add_argument("--policy", choices=("canon", "exact"), default="canon",
                      help="canon rounds to bfloat16 at named points (default); exact is all float32")
+    run.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
+                     help="what NVFP4 experts multiply their weights with: bf16 (default), or 4 bits too, with the "
+                     "scales of the checkpoint or of each token")
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
     run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
                      help="1, 2, 4 or 8 (default 1)")
@@ -145,6 +163,17 @@ def _add_convert(commands) -> None:
     p.add_argument("destination", metavar="DST", help="new folder; an interrupted conversion goes on where it was")
     _add_overlay(p)
     p.add_argument("--overwrite", action="store_true", help="replace DST if it is a converted checkpoint")
+    p.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_quantize(commands) -> None:
+    p = commands.add_parser("quantize", help="make a published checkpoint with 4-bit (NVFP4) experts", description=(
+        "Makes a published checkpoint with NVFP4 experts from one with BF16 experts, and prints the relative RMS error "
+        "of each layer. Nothing is calibrated: input scales are written as 1.0."))
+    p.add_argument("source", metavar="SRC", help="published BF16 checkpoint (a Hugging Face folder)")
+    p.add_argument("destination", metavar="DST", help="new folder; it appears when it is complete")
+    p.add_argument("--layers", metavar="LIST", type=_layers,
+                   help="whose experts, such as 1-60 or 0,2-4 (default: all but the first and the last)")
     p.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -173,6 +202,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from musejax.commands.generate import run
     elif args.command == "convert":
         from musejax.commands.convert import run
+    elif args.command == "quantize":
+        from musejax.commands.quantize import run
     elif args.command == "info":
         from musejax.commands.info import run
     else:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from musejax.numerics import CANON, Policy
+from musejax.nvfp4 import ACTIVATIONS
 
 NUM_SLICES = 8
 """Every split dimension is cut into this many slices, whatever the number of devices."""
@@ -79,6 +80,9 @@ class ModelConfig:
 
     The defaults are the released 816B-A42B model. Every instance has checked itself.
 
+    `nvfp4_layers` is no such field and in no config.json: the loader finds by their tensors which layers have NVFP4
+    experts, and the parameter table follows.
+
     Raises:
         ConfigError: a size is not positive, heads do not group, a list has the wrong length, ...
     """
@@ -108,6 +112,7 @@ class ModelConfig:
     bos_token_id: int = 200000
     eos_token_id: int = 200001
     pad_token_id: int | None = 200018
+    nvfp4_layers: tuple[int, ...] = ()
 
     # Not in any config.json: the same in every implementation (spec section 1.1).
     residual_gate_floor = 1e-3
@@ -130,6 +135,17 @@ class ModelConfig:
         for i, kind in enumerate(types):
             if kind not in (FULL, SLIDING):
                 raise ConfigError(f"layer_types[{i}]: expected '{FULL}' or '{SLIDING}', got {kind!r}")
+        object.__setattr__(self, "nvfp4_layers", tuple(sorted(set(self.nvfp4_layers))))
+        self._check_nvfp4()
+
+    def _check_nvfp4(self):
+        for i in self.nvfp4_layers:
+            if not 0 <= i < self.num_hidden_layers:
+                raise ConfigError(f"nvfp4_layers: expected layers 0 to {self.num_hidden_layers - 1}, got {i}")
+        for name in ("moe_hidden_size", "moe_intermediate_size"):
+            if self.nvfp4_layers and getattr(self, name) % SLICE_MULTIPLE:
+                raise ConfigError(f"{name}: expected a multiple of {SLICE_MULTIPLE}, the NVFP4 block, got "
+                                  f"{getattr(self, name)}; use BF16 experts")
 
     def _check_sizes(self):
         for field in fields(self):
@@ -227,7 +243,7 @@ class ModelConfig:
             text.pop(key, None)
         if isinstance(text.get("eos_token_id"), list):
             text["eos_token_id"] = next(iter(text["eos_token_id"]), None)
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} - {"nvfp4_layers"}
         unknown = sorted(k for k in text if k not in known and k not in _WITHOUT_EFFECT)
         if unknown:
             warnings.warn(f"config.json: ignoring unknown keys {', '.join(unknown)}", stacklevel=2)
@@ -256,9 +272,9 @@ class ModelConfig:
             raise ConfigError(f"{path}: {err}") from None
 
     def to_hf(self) -> dict:
-        """The published nested form; `from_hf(to_hf())` gives the same config."""
+        """The published nested form; `from_hf(to_hf())` gives the same config, but for `nvfp4_layers`."""
         n = self.num_hidden_layers
-        text = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rope_theta"}
+        text = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rope_theta", "nvfp4_layers")}
         text.update({k: v for k, v in _FIXED.items() if k != "num_shared_experts"})
         text.update(
             model_type="muse_spark_text", dtype="bfloat16", attention_dropout=0.0,
@@ -302,9 +318,11 @@ class DecodeConfig:
         experts: `hit` reads only the experts that rows chose; `all` computes every expert for every
             row and can be differentiated.
         prefill_chunk: rows per prefill call, at most MAX_PREFILL_CHUNK and the context; one compilation per value.
+        activations: what GEMMs of NVFP4 experts multiply weights with: `bf16`, or NVFP4 with the scales of the
+            checkpoint (`nvfp4_static`) or of each row (`nvfp4_per_token`). BF16 experts ignore it.
 
     Raises:
-        ConfigError: an unknown name, or a chunk below 1.
+        ConfigError: an unknown name, a chunk below 1, or NVFP4 activations in a policy that does not round.
     """
 
     implementation: str = "reference"
@@ -312,15 +330,20 @@ class DecodeConfig:
     combine: str = "ep(8)"
     experts: str = "hit"
     prefill_chunk: int = 64
+    activations: str = "bf16"
 
     def __post_init__(self):
-        for name, allowed in (("implementation", ("reference",)), ("experts", ("hit", "all"))):
+        for name, allowed in (("implementation", ("reference",)), ("experts", ("hit", "all")),
+                              ("activations", ACTIVATIONS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"policy: expected a musejax.numerics.Policy, got {self.policy!r}")
         if not 1 <= self.prefill_chunk <= MAX_PREFILL_CHUNK:
             raise ConfigError(f"prefill_chunk: expected 1 to {MAX_PREFILL_CHUNK} rows, got {self.prefill_chunk}")
+        if self.activations != "bf16" and not self.policy.rounds:
+            raise ConfigError(f"activations: policy {self.policy.name} rounds nothing, expected bf16, got "
+                              f"{self.activations}; use policy canon")
         combine_groups(self.combine)
 
     def check(self, config: ModelConfig) -> None:

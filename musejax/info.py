@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from musejax.config import FULL, ModelConfig
+from musejax.nvfp4 import BLOCK
 from musejax.params import Param, table
-
-NVFP4_BLOCK = 16
-"""Elements that share one 8-bit scale."""
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
@@ -17,7 +16,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     `vectors` are gains, residual gates and the router's selection bias. `active` counts what one token uses:
     everything of the layers except the experts it is not routed to.
     """
-    rows = table(config)
+    rows = table(replace(config, nvfp4_layers=()))
     layer = [row for row in rows if row.path[:2] == ("layers", 0)]
     layers, per_layer = config.num_hidden_layers, _size(layer)
     experts = _size(_of(layer, "experts"))
@@ -43,20 +42,25 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def byte_counts(config: ModelConfig) -> dict[str, int]:
-    """Bytes in the published dtypes, and with the experts in NVFP4 as released: not in the first and last layer."""
-    rows = table(config)
+    """Bytes with all experts in BF16, and with the experts in NVFP4 as released: not in the first and last layer.
+
+    The NVFP4 entries are absent if the sizes are no multiples of its block.
+    """
+    rows = table(replace(config, nvfp4_layers=()))
     layer = [row for row in rows if row.path[:2] == ("layers", 0)]
     experts = _of(layer, "experts")
-    saved = _nbytes(experts) - sum(_nvfp4_nbytes(row) for row in experts)
-    quantised = max(config.num_hidden_layers - 2, 0)
-    return {
+    counts = {
         "experts_of_a_layer": _nbytes(experts),
         "rest_of_a_layer": _nbytes(layer) - _nbytes(experts),
         "layer": _nbytes(layer),
         "total": _nbytes(rows),
-        "layer_nvfp4": _nbytes(layer) - saved,
-        "total_nvfp4": _nbytes(rows) - quantised * saved,
     }
+    if config.moe_hidden_size % BLOCK or config.moe_intermediate_size % BLOCK:
+        return counts
+    quantised = table(replace(config, nvfp4_layers=(0,)))
+    saved = _nbytes(rows) - _nbytes(quantised)
+    return counts | {"layer_nvfp4": _nbytes(layer) - saved,
+                     "total_nvfp4": _nbytes(rows) - max(config.num_hidden_layers - 2, 0) * saved}
 
 
 def config_summary(config: ModelConfig) -> dict:
@@ -68,7 +72,19 @@ def config_summary(config: ModelConfig) -> dict:
     full = config.layer_types.count(FULL)
     return {**sizes, "rope_theta": config.rope_theta, "full_attention_layers": full,
             "sliding_attention_layers": config.num_hidden_layers - full,
-            "layers_without_rotation": config.layer_rope_theta.count(0.0), "slices": config.num_slices}
+            "layers_without_rotation": config.layer_rope_theta.count(0.0), "slices": config.num_slices,
+            "nvfp4_expert_layers": ranges(config.nvfp4_layers) or "none"}
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """Ascending layer indices as text: (1, 2, 3, 5) -> "1-3,5"."""
+    runs: list[list[int]] = []
+    for i in layers:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _of(rows: Iterable[Param], group: str) -> list[Param]:
@@ -76,14 +92,8 @@ def _of(rows: Iterable[Param], group: str) -> list[Param]:
 
 
 def _size(rows: Iterable[Param]) -> int:
-    return sum(row.size for row in rows)
+    return sum(row.parameters for row in rows)
 
 
 def _nbytes(rows: Iterable[Param]) -> int:
     return sum(row.nbytes for row in rows)
-
-
-def _nvfp4_nbytes(row: Param) -> int:
-    """Packed 4-bit values, one scale byte a block, and for each matrix two float32 scales (weight and input)."""
-    matrices = row.hf_shape[0] * (2 if row.layout == "gate_up" else 1)
-    return row.size // 2 + row.size // NVFP4_BLOCK + matrices * 2 * 4

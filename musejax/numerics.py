@@ -2,7 +2,8 @@
 
 `exact` does all arithmetic in float32 and rounds nowhere: for comparison with the reference library.
 `canon` rounds to bfloat16 at every point of ROUNDING_POINTS and nowhere else; GEMMs multiply bfloat16
-values and accumulate in float32; the residual stream stays float32.
+values and accumulate in float32; the residual stream stays float32. NVFP4 experts may quantise their inputs besides
+(`DecodeConfig.activations`); with `nvfp4_static` their `swiglu` is quantised from float32 and not rounded first.
 
 Rounded values are carried as float32 arrays that hold bfloat16 values. XLA may drop a pair of
 float32 -> bfloat16 -> float32 converts ("excess precision"), so rounding is `lax.reduce_precision`,

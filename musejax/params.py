@@ -12,6 +12,9 @@ every array; the reshape is invertible and touches no bits:
     columns    [V, D]             [s, V, D/s]        embedding: each slice holds D/s columns of each row
     gate_up    [E, 2F, M]         [s, E, 2, F/s, M]  gate rows first, then up rows, as published
     down       [E, M, F]          [s, E, M/s, F]
+
+Layers of `config.nvfp4_layers` have their experts in NVFP4 (nvfp4.py): codes and block scales are sliced like the
+matrix they stand for, with K/2 bytes and K/16 scales in place of K columns; global and input scales are whole.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from musejax.config import ModelConfig
+from musejax.config import ConfigError, ModelConfig
+from musejax.nvfp4 import BLOCK, E4M3
 
 TEXT = "model.language_model."
-BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Param:
         group: for reports: attention, experts, router, pooling, norms, embedding, lm_head.
         slices: number of slices, 8 or 1.
         any_float: also accepted from files as float32 (residual gates; spec section 5.1).
+        per_element: parameters of the model in one element: 2 in NVFP4 codes, 0 in their scales.
     """
 
     path: tuple
@@ -55,6 +60,7 @@ class Param:
     group: str
     slices: int
     any_float: bool = False
+    per_element: int = 1
 
     @property
     def name(self) -> str:
@@ -63,6 +69,10 @@ class Param:
     @property
     def size(self) -> int:
         return math.prod(self.hf_shape)
+
+    @property
+    def parameters(self) -> int:
+        return self.size * self.per_element
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +117,23 @@ _LAYER = (
     ("post_ffn_norm", "post_feedforward_layernorm.weight", "D", "bf16", "whole", "norms"),
     ("ffn_residual_gate", "post_feedforward_residual_gate.gate", "D", "bf16*", "whole", "norms"),
 )
+_NVFP4 = {
+    # row of _LAYER -> the rows in its place
+    "gate_up": (
+        ("gate_up", "mlp.experts.gate_up_proj", "E 2F M/2", "codes", "gate_up", "experts"),
+        ("gate_up_scale", "mlp.experts.gate_up_proj_weight_scale", "E 2F M/16", "e4m3", "gate_up", "experts"),
+        ("gate_up_global", "mlp.experts.gate_up_proj_weight_scale_2", "E 2", "scale", "whole", "experts"),
+        ("gate_up_input_scale", "mlp.experts.gate_up_proj_input_scale", "E 2", "scale", "whole", "experts"),
+    ),
+    "down": (
+        ("down", "mlp.experts.down_proj", "E M F/2", "codes", "down", "experts"),
+        ("down_scale", "mlp.experts.down_proj_weight_scale", "E M F/16", "e4m3", "down", "experts"),
+        ("down_global", "mlp.experts.down_proj_weight_scale_2", "E", "scale", "whole", "experts"),
+        ("down_input_scale", "mlp.experts.down_proj_input_scale", "E", "scale", "whole", "experts"),
+    ),
+}
+_DTYPES = {"bf16": BF16, "bf16*": BF16, "f32": F32, "codes": U8, "e4m3": E4M3, "scale": F32}
+_PER_ELEMENT = {"codes": 2, "e4m3": 0, "scale": 0}
 _GLOBAL = (
     ("embed", TEXT + "embed_tokens.weight", "V D", "bf16", "columns", "embedding"),
     ("final_norm", TEXT + "norm.weight", "D", "bf16", "whole", "norms"),
@@ -119,16 +146,20 @@ def table(config: ModelConfig) -> list[Param]:
     sizes = {
         "D": config.hidden_size, "V": config.vocab_size, "Q": config.q_width, "K": config.kv_width,
         "E": config.num_local_experts, "M": config.moe_hidden_size, "F": config.moe_intermediate_size,
-        "2F": 2 * config.moe_intermediate_size,
+        "2F": 2 * config.moe_intermediate_size, "2": 2,
+        "M/2": config.moe_hidden_size // 2, "M/16": config.moe_hidden_size // BLOCK,
+        "F/2": config.moe_intermediate_size // 2, "F/16": config.moe_intermediate_size // BLOCK,
     }
 
     def row(path, hf_key, shape, dtype, layout, group):
-        return Param(path, hf_key, tuple(sizes[a] for a in shape.split()), F32 if dtype == "f32" else BF16,
-                     layout, group, config.num_slices, any_float=dtype.endswith("*"))
+        return Param(path, hf_key, tuple(sizes[a] for a in shape.split()), _DTYPES[dtype], layout, group,
+                     config.num_slices, any_float=dtype.endswith("*"), per_element=_PER_ELEMENT.get(dtype, 1))
 
     out = [row((name,), key, *rest) for name, key, *rest in _GLOBAL]
     for i in range(config.num_hidden_layers):
-        out += [row(("layers", i, name), f"{TEXT}layers.{i}.{key}", *rest) for name, key, *rest in _LAYER]
+        quantised = i in config.nvfp4_layers
+        rows = (r for plain in _LAYER for r in (_NVFP4.get(plain[0], (plain,)) if quantised else (plain,)))
+        out += [row(("layers", i, name), f"{TEXT}layers.{i}.{key}", *rest) for name, key, *rest in rows]
     return out
 
 
@@ -192,7 +223,12 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> dict:
 
     Args:
         dtype: dtype of every leaf, float32 for master weights; None takes the table's.
+
+    Raises:
+        ConfigError: `config` has NVFP4 layers; quantise trained weights instead.
     """
+    if config.nvfp4_layers:
+        raise ConfigError("nvfp4_layers: random parameters are BF16, expected no NVFP4 layers; quantise a checkpoint")
     params = table(config)
     keys = dict(zip(params, jax.random.split(key, len(params)), strict=True))
 

@@ -24,6 +24,37 @@ def test_fixtures_pass(shared, name):
     json.dumps(check.to_json(rows))
 
 
+@pytest.mark.parametrize("name", ["hf_tiny", "hf_mini"])
+def test_fixtures_pass_with_nvfp4_experts(shared, name):
+    lines = []
+    folder = shared / "data" / name
+    rows = check.run(folder, overlay=[folder / "nvfp4"], report=lines.append)
+    assert all(r.passed for r in rows), "\n".join(lines)
+    assert "NVFP4 experts" in lines[0] and "left out" in lines[0]
+    assert [r.name for r in rows[:2]] == ["nvfp4: logits", "nvfp4_static: logits"]
+    assert len(rows) == 2 + len(check.CHUNKS)
+    assert rows[0].unjudged == 0 and rows[0].worst < 1e-4 and str(rows[1]).startswith("NOTE")
+    assert rows[1].note != "0 rows within the bound"  # until the first code flips
+    json.dumps(check.to_json(rows))
+
+
+NVFP4_BREAKS = {
+    "gate and up scales swapped": lambda p: p | {"gate_up_global": p["gate_up_global"][:, ::-1]},
+    "nibbles swapped": lambda p: p | {"down": p["down"] >> 4 | p["down"] << 4},
+    "one block scale": lambda p: p | {"down_scale": p["down_scale"].at[0, 0, 0, 0].multiply(1.125)},
+}
+
+
+@pytest.mark.parametrize("what", NVFP4_BREAKS)
+def test_wrong_nvfp4_experts_fail(shared, what):
+    folder = shared / "data/hf_mini"
+    config, params = load_params(folder, overlay=folder / "nvfp4")
+    layers = [NVFP4_BREAKS[what](p) if i == 3 else p for i, p in enumerate(params["layers"])]
+    expected = read_expected(folder / "expected.npz", config)
+    rows, _, _ = check.check_nvfp4(params | {"layers": layers}, config, expected)
+    assert not rows[0].passed
+
+
 @pytest.fixture(scope="module")
 def mini(shared):
     config, params = load_params(shared / "data/hf_mini")

@@ -36,10 +36,24 @@ def test_names_are_unique():
     assert len({p.hf_key for p in rows}) == len({p.path for p in rows}) == len(rows) == 62 * 18 + 3
 
 
-@pytest.mark.parametrize("config", [MINI, dataclasses.replace(MINI, num_local_experts=9)], ids=["8 slices", "1 slice"])
+def test_nvfp4_layer_of_the_released_model():
+    """Spec section 5.3; parameters are counted as those of the matrices, scales as none."""
+    rows = table.table(dataclasses.replace(RELEASED, nvfp4_layers=tuple(range(1, 61))))
+    layer = [p for p in rows if p.path[:2] == ("layers", 1)]
+    assert sum(p.nbytes for p in layer) == 7_826_676_736
+    assert sum(p.nbytes for p in layer if p.group == "experts") == 7_247_763_456
+    assert sum(p.parameters for p in rows) == 819_990_552_064
+    assert f"{sum(p.nbytes for p in rows) / 1e9:.1f}" == "528.9"
+    assert [p for p in rows if p.path[1:2] in ((0,), (61,))] == [
+        p for p in table.table(RELEASED) if p.path[1:2] in ((0,), (61,))]
+
+
+@pytest.mark.parametrize("config", [
+    MINI, dataclasses.replace(MINI, num_local_experts=9), dataclasses.replace(MINI, nvfp4_layers=(0,)),
+], ids=["8 slices", "1 slice", "NVFP4"])
 def test_slicing_is_invertible_and_rows_stay_whole(config):
     rng = np.random.default_rng(0)
-    for p in table.table(config)[:3 + 18]:
+    for p in table.table(config)[:3 + 24]:
         x = rng.integers(0, 2**16, p.hf_shape).astype(np.uint16)
         sliced = table.slice_tensor(p, x)
         assert sliced.shape == p.shape, p.name
@@ -54,6 +68,20 @@ def test_a_slice_holds_its_rows_of_gate_and_up():
     per = width // 8
     assert_same_bits(sliced[3, 5, 0], x[5, 3 * per:4 * per])  # gate rows
     assert_same_bits(sliced[3, 5, 1], x[5, width + 3 * per:width + 4 * per])  # up rows
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_block_scales_are_sliced_with_their_codes(name):
+    config = dataclasses.replace(MINI, nvfp4_layers=(2,))
+    rows = {p.path[2]: p for p in table.table(config) if p.path[:2] == ("layers", 2)}
+    plain = next(p for p in table.table(MINI) if p.path == ("layers", 2, name))
+
+    def sliced(p):  # the number of its row in every element
+        e, n, _ = p.hf_shape
+        return table.slice_tensor(p, np.broadcast_to(np.arange(e * n).reshape(e, n, 1), p.hf_shape))[..., 0]
+
+    assert_same_bits(sliced(rows[name]), sliced(plain))
+    assert_same_bits(sliced(rows[name + "_scale"]), sliced(plain))
 
 
 def test_tree_and_leaf_lookup():

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ def write_manifest(folder: Path, config: ModelConfig, source: dict) -> None:
     rows = table(config)
     write_json(folder / MANIFEST, {
         "format": FORMAT, "format_number": FORMAT_NUMBER, "config": config.to_hf(),
+        "nvfp4_layers": list(config.nvfp4_layers),
         "table": {"digest": table_digest(config), "tensors": len(rows), "parameters": sum(p.size for p in rows),
                   "bytes": sum(p.nbytes for p in rows)},
         "source": source, "files": file_sizes(folder, parts_of(config)),
@@ -168,7 +170,11 @@ def read_manifest(folder: Path) -> dict:
     absent = [key for key in ("config", "table", "files", "source") if not isinstance(manifest.get(key), dict)]
     if absent:
         raise CheckpointError(f"{path}: expected objects under {', '.join(absent)}; convert the source again")
-    manifest["config"] = ModelConfig.from_hf(manifest["config"])
+    quantised = manifest.get("nvfp4_layers", [])  # absent in folders written before NVFP4 was known
+    if not isinstance(quantised, list) or not all(isinstance(i, int) for i in quantised):
+        raise CheckpointError(f"{path}: expected a list of layers under nvfp4_layers, got {quantised!r}; convert the "
+                              "source again")
+    manifest["config"] = replace(ModelConfig.from_hf(manifest["config"]), nvfp4_layers=tuple(quantised))
     if manifest["table"].get("digest") != table_digest(manifest["config"]):
         raise CheckpointError(f"{path}: was written with another parameter table than this version's; convert the "
                               "source again")
@@ -217,7 +223,7 @@ def load_converted(folder: Path, config: ModelConfig | None, placement: Callable
         CheckpointError: see `read_manifest`; or `config` is given and another one was converted.
     """
     stored = read_manifest(folder)["config"]
-    if config is not None and config != stored:
+    if config is not None and replace(config, nvfp4_layers=stored.nvfp4_layers) != stored:
         raise CheckpointError(f"{folder}: was converted with another config than the one given; leave it out, or "
                               "convert the source again")
     parts = parts_of(stored)

@@ -32,7 +32,7 @@ from musejax.checkpoint.container import (
 from musejax.checkpoint.errors import CheckpointError
 from musejax.checkpoint.load import require_checkpoint
 from musejax.checkpoint.progress import bar, say
-from musejax.checkpoint.published import Published, open_published, warn_of_rounding
+from musejax.checkpoint.published import Published, open_published, require_sound_scales, warn_of_rounding
 
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json", "chat_template.jinja", "README.md")
@@ -155,6 +155,7 @@ def _convert_parts(published: Published, work: Path, progress: bool) -> None:
     kept = sum(p.nbytes for name in finished for p in parts[name])
     with bar(total, f"convert {published.folder.name}", progress, kept) as done:
         for name, params in todo.items():
+            require_sound_scales(sources[p.path] for p in params)
             save_part(work / name, {p.path[-1]: (p, sources[p.path].view()) for p in params})
             finished[name] = file_sizes(work, [name])
             write_json(work / STATE, {"identity": identity, "parts": finished})

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from musejax.checkpoint.container import MANIFEST, is_converted, load_converted, unfinished_reason
 from musejax.checkpoint.errors import CheckpointError
 from musejax.checkpoint.progress import bar
-from musejax.checkpoint.published import Source, open_published, warn_of_rounding
+from musejax.checkpoint.published import Source, open_published, require_sound_scales, warn_of_rounding
 from musejax.checkpoint.shards import INDEX, SINGLE, holds_safetensors, pickle_hint
 from musejax.config import ModelConfig
 from musejax.params import Param, assemble
@@ -28,6 +28,7 @@ def load_params(path: str | Path, config: ModelConfig | None = None, *, mesh: Me
     Args:
         path: Hugging Face folder, or folder written by `convert`.
         config: sizes to expect instead of the checkpoint's own; a converted checkpoint must have been made with it.
+            Its `nvfp4_layers` do not matter: the files know.
         mesh: devices; None places everything on the default device.
         overlay: folders whose tensors replace those of the same name (published checkpoints only).
         progress: whether to show a progress bar on stderr.
@@ -52,6 +53,9 @@ def load_params(path: str | Path, config: ModelConfig | None = None, *, mesh: Me
     leaves = []
     with bar(sum(s.nbytes for s in published.sources), f"load {path.name}", progress) as done:
         for source in published.sources:
+            if source.param.per_element == 2:  # packed codes: their scales are checked just before they are read
+                require_sound_scales(s for s in published.sources if s.param.path[:-1] == source.param.path[:-1]
+                                     and s.param.hf_key.startswith(source.param.hf_key))
             leaves.append((source.param, _place(source, placements[source.param.path])))
             done(source.nbytes)
     return published.config, assemble(published.config, leaves)

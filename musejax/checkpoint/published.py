@@ -2,9 +2,9 @@
 
 Accepted spellings of a decoder tensor `layers.0.mlp.gate.weight` are the prefixes of `PREFIXES`, the published
 one first; `lm_head.weight` may stand at the root or behind `language_model.` or `model.`. Experts may be stacked
-(`mlp.experts.gate_up_proj`) or one by one (`mlp.experts.3.gate_proj.weight`). Towers and leftovers of training
-are skipped. Residual gates may be float32; values that bfloat16 cannot hold are rounded, with a warning, since
-every other array of the table keeps its one dtype.
+(`mlp.experts.gate_up_proj`) or one by one (`mlp.experts.3.gate_proj.weight`); stacked ones may be NVFP4, layer by
+layer (`quantised.py`). Towers and leftovers of training are skipped. Residual gates may be float32; values that
+bfloat16 cannot hold are rounded, with a warning, since every other array of the table keeps its one dtype.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from musejax.checkpoint.errors import CheckpointError, Faults
-from musejax.checkpoint.shards import NUMPY_DTYPES, ShardSet, Tensor, holds_safetensors, open_shards
+from musejax.checkpoint.quantised import SCALES, check_values, declared, nvfp4_layers
+from musejax.checkpoint.shards import NUMPY_DTYPES, ShardSet, Tensor, file_dtype, holds_safetensors, open_shards
 from musejax.config import ModelConfig
 from musejax.params import TEXT, Param, slice_tensor, table
 
@@ -33,7 +34,6 @@ _SKIPPED = re.compile(
     r"|\.mlp\.norm_weight$|(?:^|\.)embed_norm\.weight$|\.self_attn\.[qkv]_scale$"
 )
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-_NVFP4 = re.compile(r"\.experts\..*(?:_scale|_scale_2)$")
 REPLACES_NOTHING = "overlay tensor replaces nothing"
 _STACKED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
@@ -85,7 +85,7 @@ class Published:
 
     Attributes:
         folder: of the base checkpoint.
-        config: its sizes.
+        config: its sizes, and which layers have NVFP4 experts.
         sources: one per row of the parameter table, in the table's order.
         skipped: tensors that the decoder does not use (towers, leftovers).
         shards: the files: the base's, then each overlay's.
@@ -104,8 +104,9 @@ def open_published(folder: str | Path, config: ModelConfig | None = None,
 
     Args:
         folder: holds `config.json` and safetensors files.
-        config: used instead of `config.json` if given.
-        overlay: folders whose tensors replace those of the same name; a later one wins.
+        config: used instead of `config.json` if given. Which layers have NVFP4 experts is always read from the files.
+        overlay: folders whose tensors replace those of the same name; a later one wins. Scales come with the NVFP4
+            codes they belong to, and go with them.
 
     Raises:
         ConfigError: `config.json` is not one this package can run.
@@ -124,16 +125,16 @@ def open_published(folder: str | Path, config: ModelConfig | None = None,
     faults = Faults()
     found, skipped = _by_canonical_name(base, faults)
     rows = {param.hf_key: param for param in table(config)}
+    _keeps_its_word(folder, found, config, faults)
     for shards in layers:
-        _lay_over(found, shards, rows, faults)
-    sources = _match(rows, found, faults)
-    nvfp4 = any(_NVFP4.search(n) or (t.dtype == "U8" and ".experts." in n) for n, t in found.items())
-    if nvfp4:  # every expert is a fault then: the reason comes first, and a few examples will do
-        faults.raise_if_any(f"{folder}: NVFP4 experts are not supported by this version: use the BF16 checkpoint.\n"
-                            "What does not fit it:", listed=2)
+        _keeps_its_word(shards.folder, _lay_over(found, shards, rows, faults), config, faults)
+    config = replace(config, nvfp4_layers=nvfp4_layers(found, config))
+    sources = _match({param.hf_key: param for param in table(config)}, found, faults)
     faults.raise_if_any(
         f"{folder}: the tensors do not fit the config ({config.num_hidden_layers} layers, hidden_size "
         f"{config.hidden_size}, {config.num_local_experts} experts)",
+        f"No tensor was read. Layers {', '.join(map(str, config.nvfp4_layers))} are taken for NVFP4 (stacked experts, "
+        "codes and scales), the others for BF16." if config.nvfp4_layers else
         "No tensor was read. An overlay may only replace tensors of the base." if faults.has(REPLACES_NOTHING) else
         "No tensor was read. Take config.json and safetensors files from the same checkpoint.")
     return Published(folder, config, tuple(sources), tuple(skipped), (base, *layers))
@@ -165,27 +166,42 @@ def _by_canonical_name(shards: ShardSet, faults: Faults) -> tuple[dict[str, Tens
     return found, skipped
 
 
+def _stem(name: str) -> str:
+    """Name of the expert codes that an NVFP4 scale belongs to; other names as they are."""
+    ending = next((end for end in SCALES if name.endswith(end)), None)
+    return name.removesuffix(ending) if ending and ".mlp.experts." in name else name
+
+
 def _owner(name: str) -> str:
     """Name of the table row a tensor belongs to: for one expert's tensor, the stacked one."""
     match = _EXPERT.fullmatch(name)
     return match[1] + ("down_proj" if match[3] == "down_proj" else "gate_up_proj") if match else name
 
 
-def _lay_over(found: dict[str, Tensor], shards: ShardSet, rows: dict[str, Param], faults: Faults) -> None:
-    """Replaces tensors of `found` by those of an overlay."""
+def _keeps_its_word(folder: Path, found: dict[str, Tensor], config: ModelConfig, faults: Faults) -> None:
+    """A folder that declares NVFP4 experts must have some."""
+    if declared(folder, faults) and not nvfp4_layers(found, config):
+        faults.add("no NVFP4 experts", f"{folder.name} declares them, but has no packed codes and none of their scales")
+
+
+def _lay_over(found: dict[str, Tensor], shards: ShardSet, rows: dict[str, Param], faults: Faults) -> dict[str, Tensor]:
+    """Replaces tensors of `found` by those of an overlay, which are the result."""
     new, skipped = _by_canonical_name(shards, faults)
     if not new:
         what = f"only tensors that the decoder skips, such as {skipped[0].name}" if skipped else "no tensor"
         faults.add(REPLACES_NOTHING, f"{shards.folder}: {what}")
     for name in new:
-        if name not in found and _owner(name) not in rows:
+        if name not in found and _owner(_stem(name)) not in rows:
             faults.add(REPLACES_NOTHING, f"{name} {_where(new[name])}")
     stacked = {name for name in new if name == _owner(name)}
     single = {_owner(name) for name in new} - stacked
     for name in list(found):  # an overlay may store experts the other way than the base
-        if (name != _owner(name) and _owner(name) in stacked) or name in single:
+        if (name != _owner(name) and _owner(name) in stacked) or _stem(name) in single:
             del found[name]
-    found.update({name: tensor for name, tensor in new.items() if name in found or _owner(name) in rows})
+        elif _stem(name) != name and _stem(name) in stacked:
+            del found[name]
+    found.update({name: tensor for name, tensor in new.items() if name in found or _owner(_stem(name)) in rows})
+    return new
 
 
 def _match(rows: dict[str, Param], found: dict[str, Tensor], faults: Faults) -> list[Source]:
@@ -225,7 +241,7 @@ def _where(tensor: Tensor) -> str:
 
 
 def _fits(param: Param, name: str, shape: tuple[int, ...], tensor: Tensor | None, faults: Faults) -> bool:
-    expected = next(n for n, dtype in NUMPY_DTYPES.items() if dtype == param.dtype)
+    expected = file_dtype(param.dtype)
     if tensor is None:
         faults.add("missing tensor", f"{name}: expected {expected} {list(shape)}")
         return False
@@ -235,6 +251,20 @@ def _fits(param: Param, name: str, shape: tuple[int, ...], tensor: Tensor | None
     if not right_type:
         faults.add("wrong dtype", f"{tensor.name}: expected {expected}, got {tensor.dtype} {_where(tensor)}")
     return right_type and tensor.shape == shape
+
+
+def require_sound_scales(sources: Iterable[Source]) -> None:
+    """Reads the scales of NVFP4 experts among `sources` (and codes under scales of 0).
+
+    Raises:
+        CheckpointError: NaN, negative or infinite scales, or codes that a scale of 0 would lose; all of them.
+    """
+    faults = Faults()
+    tensors = {source.param.hf_key: source.tensors[0] for source in sources}
+    for key in tensors:
+        if key + "_weight_scale" in tensors:
+            check_values(key, tensors, faults)
+    faults.raise_if_any("NVFP4 scales that cannot be used", "Fetch or quantise the checkpoint again.")
 
 
 def warn_of_rounding(sources: Iterable[Source]) -> list[str]:

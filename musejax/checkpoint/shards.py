@@ -34,8 +34,14 @@ _BITS = {
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }
-NUMPY_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+NUMPY_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "U8": np.dtype(np.uint8),
+                "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 """Element types this package reads; tensors of other types are only listed."""
+
+
+def file_dtype(dtype: np.dtype) -> str:
+    """Safetensors name of an element type of NUMPY_DTYPES."""
+    return next(name for name, other in NUMPY_DTYPES.items() if other == dtype)
 
 
 @dataclass(frozen=True)

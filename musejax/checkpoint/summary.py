@@ -9,6 +9,7 @@ from pathlib import Path
 from musejax.checkpoint.container import is_converted, read_manifest
 from musejax.checkpoint.load import require_checkpoint
 from musejax.checkpoint.published import open_published
+from musejax.checkpoint.shards import file_dtype
 from musejax.config import ModelConfig
 from musejax.params import Param, table
 
@@ -19,7 +20,7 @@ class Group:
 
     Attributes:
         tensors: rows of the parameter table.
-        parameters: elements.
+        parameters: of the model; scales count none, packed codes two a byte.
         nbytes: as stored.
         dtypes: names of the stored dtypes, such as ("BF16",).
     """
@@ -82,8 +83,7 @@ def summary_of(config: ModelConfig) -> Summary:
 
 
 def _table_groups(config: ModelConfig) -> dict[str, Group]:
-    names = {"bfloat16": "BF16", "float32": "F32"}
-    return _groups((param, param.nbytes, names[param.dtype.name]) for param in table(config))
+    return _groups((param, param.nbytes, file_dtype(param.dtype)) for param in table(config))
 
 
 def _groups(rows: Iterable[tuple[Param, int, str]]) -> dict[str, Group]:
@@ -91,7 +91,7 @@ def _groups(rows: Iterable[tuple[Param, int, str]]) -> dict[str, Group]:
     for param, nbytes, dtype in rows:
         group = sums.setdefault(param.group, [0, 0, 0, set()])
         group[0] += 1
-        group[1] += param.size
+        group[1] += param.parameters
         group[2] += nbytes
         group[3].add(dtype)
     return {name: Group(tensors, size, nbytes, tuple(sorted(dtypes)))

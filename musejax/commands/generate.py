@@ -127,7 +127,7 @@ def prepare(args: Namespace, path: Path, prompt: str | list[int]) -> Request:
     ids, opening = _tokens(args, path, tokenizer, prompt)
     if not args.chat:
         ChatTemplate.find(path)  # loading reads it too, but only after the weights
-    choices = {"combine": args.combine, "prefill_chunk": args.prefill_chunk}
+    choices = {"combine": args.combine, "prefill_chunk": args.prefill_chunk, "activations": args.activations}
     decode = DecodeConfig(policy=POLICIES[args.policy], **{k: v for k, v in choices.items() if v is not None})
     if args.combine is not None:
         decode.check(config)  # what was asked for; `for_model` would quietly take another order
@@ -331,6 +331,7 @@ def _result(args: Namespace, request: Request, model, text: TextStream, parser: 
         "settings": {
             "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": args.seed,
             "max_new_tokens": request.max_new_tokens, "policy": decode.policy.name, "combine": decode.combine,
+            "activations": decode.activations,
             "implementation": decode.implementation, "prefill_chunk": decode.prefill_chunk, "devices": args.devices,
         },
     }

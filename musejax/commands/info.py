@@ -89,8 +89,9 @@ def as_text(report: dict) -> str:
     lines += [f"  {key:<28} {value}" for key, value in config.items()]
     lines += ["", "parameters"]
     lines += [_line(label.format(**config), report["parameters"][key]) for key, label in PARAMETERS.items()]
-    lines += ["", "bytes (router in float32, the rest in bfloat16)"]
-    lines += [_line(label, report["bytes"][key], _units(report["bytes"][key])) for key, label in BYTES.items()]
+    lines += ["", "bytes (router in float32, the rest in bfloat16 where nothing else is said)"]
+    lines += [_line(label, report["bytes"][key], _units(report["bytes"][key])) for key, label in BYTES.items()
+              if key in report["bytes"]]
     stored = "would be stored" if report["form"] == "config" else "as stored"
     lines += ["", f"groups, {stored:<38} {'parameters':>23} {'bytes':>23}  tensors  dtypes"]
     lines += [f"  {name:<44} {g['parameters']:>25,} {g['bytes']:>23,} {g['tensors']:>8}  {', '.join(g['dtypes'])}"

@@ -33,7 +33,7 @@ def moe(p: dict, x_td, rows: Rows, config: ModelConfig, decode: DecodeConfig) ->
     pooled = policy.round("pooler", project(x_td, p["pooler"], policy))
     h = centred_norm(pooled, p["expert_norm"], config.rms_norm_eps, policy)
     run = hit_experts if decode.experts == "hit" else all_experts
-    y = run(h, routing.ids, p, policy)
+    y = run(h, routing.ids, p, decode)
     m = combine(y, routing, p["post_expert_norm"], config, decode)
     return policy.round("unpooler", project(m, p["unpooler"], policy)), routing
 

@@ -20,7 +20,7 @@ class Published:
 
     Attributes:
         config: sizes of the checkpoint: MINI with three layers and eight experts.
-        tensors: published name -> array, random bits.
+        tensors: published name -> array, random bits; scales of NVFP4 experts are positive numbers.
     """
 
     def __init__(self, config=SMALL, seed=0):
@@ -28,6 +28,11 @@ class Published:
         self.config = config
         self.tensors = {p.hf_key: rng.integers(0, 256, p.nbytes, np.uint8).view(p.dtype).reshape(p.hf_shape)
                         for p in table(config)}
+        for name, x in self.tensors.items():
+            if name.endswith("_weight_scale"):
+                self.tensors[name] = (x.view(np.uint8) % 0x7E + 1).view(x.dtype)
+            elif name.endswith(("_weight_scale_2", "_input_scale")):
+                self.tensors[name] = rng.uniform(0.01, 1, x.shape).astype(x.dtype)
 
     def write(self, folder: Path, tensors=None, shards=2) -> Path:
         """config.json, and safetensors files with an index (or one file, without)."""
@@ -56,6 +61,12 @@ def write_index(folder: Path, names: dict) -> None:
 @pytest.fixture(scope="session")
 def published() -> Published:
     return Published()
+
+
+@pytest.fixture(scope="session")
+def nvfp4() -> Published:
+    """The same sizes with NVFP4 experts in layer 1 of the three."""
+    return Published(replace(SMALL, nvfp4_layers=(1,)))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 from musejax.config import MINI, DecodeConfig
 from musejax.model.experts import all_experts, combine, hit_experts
 from musejax.model.router import Routing
-from musejax.numerics import CANON, EXACT
+from musejax.numerics import EXACT
 
 E, J = MINI.num_local_experts, MINI.num_experts_per_tok
 
@@ -50,10 +50,11 @@ def test_hit_experts_are_the_formula(weights, rows, route):
     h = np.random.default_rng(rows).normal(size=(rows, MINI.moe_hidden_size)).astype(np.float32)
     ids = ROUTES[route](rows).astype(np.int32)
     want = plain(h, ids, published["gate_up"], published["down"])
-    run = jax.jit(partial(hit_experts, policy=EXACT))
+    run = jax.jit(partial(hit_experts, decode=DecodeConfig(policy=EXACT)))
     got = run(h, ids, sliced)
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()  # float32 sums of 128 terms
-    assert np.abs(all_experts(jnp.asarray(h), jnp.asarray(ids), sliced, EXACT) - want).max() < 1e-5 * np.abs(want).max()
+    every = all_experts(jnp.asarray(h), jnp.asarray(ids), sliced, DecodeConfig(policy=EXACT))
+    assert np.abs(every - want).max() < 1e-5 * np.abs(want).max()
 
 
 def test_weights_of_experts_not_hit_are_not_read(weights):
@@ -62,13 +63,13 @@ def test_weights_of_experts_not_hit_are_not_read(weights):
     h = jnp.ones((1, MINI.moe_hidden_size))
     poisoned = {n: jnp.full_like(w, jnp.nan).at[:, jnp.asarray([3, 5])].set(w[:, jnp.asarray([3, 5])])
                 for n, w in sliced.items()}
-    assert_same_bits(hit_experts(h, ids, poisoned, CANON), hit_experts(h, ids, sliced, CANON))
+    assert_same_bits(hit_experts(h, ids, poisoned, DecodeConfig()), hit_experts(h, ids, sliced, DecodeConfig()))
 
 
 def test_padding_rows_hit_nothing(weights):
     _, sliced = weights
     poisoned = {n: jnp.full_like(w, jnp.nan) for n, w in sliced.items()}
-    got = hit_experts(jnp.ones((2, MINI.moe_hidden_size)), jnp.full((2, J), E), poisoned, CANON)
+    got = hit_experts(jnp.ones((2, MINI.moe_hidden_size)), jnp.full((2, J), E), poisoned, DecodeConfig())
     assert not np.asarray(got).any()
 
 
