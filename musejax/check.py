@@ -98,7 +98,7 @@ class Row:
         verdict = {True: "PASS" if self.judged else "NOTE", False: "FAIL", None: "OPEN"}[self.passed]
         rows = f"{self.judged} rows"
         if self.unjudged:
-            rows += f" ({self.unjudged} after a near tie not judged: worst {self.worst_unjudged:.3e})"
+            rows += f" ({self.unjudged} not judged: worst {self.worst_unjudged:.3e})"
         return (f"{verdict}  {self.name:<34} worst {self.worst:.3e} at {self.index}, bound {self.bound:.3e}, {rows}"
                 + (f"; {self.note}" if self.note else ""))
 
