@@ -1,8 +1,8 @@
 """The command `musejax`: argument parsing, exit codes, nothing else.
 
-Exit codes: 0 done; 1 a comparison of `check` failed; 2 wrong input, with one message on stderr; 130 interrupted by
-Ctrl-C; 141 the reader of the output went away. Modules that import JAX are imported by the subcommand that needs
-them, so that `--help` answers at once.
+Exit codes: 0 done; 1 a comparison of `check` or `parity` failed; 2 wrong input, with one message on stderr; 130
+interrupted by Ctrl-C; 141 the reader of the output went away. Modules that import JAX are imported by the subcommand
+that needs them, so that `--help` answers at once.
 
 The console script is `run`; `main` is for callers that go on afterwards.
 """
@@ -92,6 +92,19 @@ def _layers(text: str) -> list[int]:
     return sorted(out)
 
 
+def _names(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names with commas between, got {text!r}")
+    return list(dict.fromkeys(names))
+
+
+def _counts(text: str) -> list[int]:
+    if not all(name.isdecimal() and int(name) in (1, 2, 4, 8) for name in _names(text)):
+        raise argparse.ArgumentTypeError(f"expected some of 1, 2, 4, 8 such as 1,8, got {text!r}")
+    return sorted(map(int, _names(text)))
+
+
 def _stop_string(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected at least one character, got an empty string")
@@ -108,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_info(commands)
     _add_check(commands)
+    _add_parity(commands)
     return parser
 
 
@@ -140,6 +154,12 @@ def _add_generate(commands) -> None:
     run.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
                      help="what NVFP4 experts multiply their weights with: bf16 (default), or 4 bits too, with the "
                      "scales of the checkpoint or of each token")
+    run.add_argument("--implementation", choices=("auto", "reference", "megakernel"), default="auto",
+                     help="of a decoder layer: megakernel = compiled phases, same bits on any number of devices; "
+                          "reference = plain JAX; auto (default) = megakernel where it can run")
+    run.add_argument("--prefill", choices=("auto", "exact", "reference"), default="auto",
+                     help="of megakernel: exact = the bits of decoding the prompt token by token; reference = plain "
+                          "JAX, faster for long prompts; auto (default) = exact up to 4096 tokens")
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
     run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
                      help="1, 2, 4 or 8 (default 1)")
@@ -193,6 +213,26 @@ def _add_check(commands) -> None:
     p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
 
+def _add_parity(commands) -> None:
+    p = commands.add_parser("parity", help="check that bits do not depend on devices, rows, threads or sharding",
+                            description=(
+        "Decodes with a checkpoint on the CPU in many ways and compares the bits: on 1, 2, 4 and 8 devices, under the "
+        "training sharding, row by row and in trees, with other threads and instruction sets. Prints a line for each "
+        "comparison; exit code 1 if any bit differs. Devices are made of the CPU."))
+    p.add_argument("checkpoint", nargs="?", metavar="CKPT", help="checkpoint folder (default: the shipped nano)")
+    _add_overlay(p)
+    p.add_argument("--activations", metavar="LIST", type=_names, help="of bf16,nvfp4_static,nvfp4_per_token "
+                   "(default: all that apply)")
+    p.add_argument("--combine", metavar="LIST", type=_names, help="orders of expert sums (default: ep(8),flat)")
+    p.add_argument("--tokens", metavar="N", type=_COUNT, default=64, help="decoded after the prompt (default 64)")
+    p.add_argument("--devices", metavar="LIST", type=_counts, default=[1, 2, 4, 8], help="(default 1,2,4,8)")
+    p.add_argument("--seed", metavar="N", type=_SEED, default=0, help="of prompt and trees (default 0)")
+    p.add_argument("--quick", action="store_true", help="fewer rows and positions, no threads and instruction sets")
+    p.add_argument("--inject", choices=("k-order", "combine-order", "slice", "tie"), help="break one side on purpose: "
+                   "the order of sums over K, or of the combine, a bit of one slice, the choice in a tie")
+    p.add_argument("--json", metavar="PATH", help="also write the result to a file")
+
+
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
@@ -206,6 +246,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from musejax.commands.quantize import run
     elif args.command == "info":
         from musejax.commands.info import run
+    elif args.command == "parity":
+        from musejax.commands.parity import run
     else:
         from musejax.commands.check import run
     return run(args)

@@ -307,17 +307,28 @@ NANO = ModelConfig(
 PRESETS = {"released": RELEASED, "mini": MINI, "nano": NANO}
 
 
+IMPLEMENTATIONS = ("auto", "reference", "megakernel")
+PREFILLS = ("auto", "exact", "reference")
+EXACT_PREFILL_MAX = 4096
+"""Longest prompt, in tokens, that `prefill="auto"` runs bit-exactly."""
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """How a model is run. Hashable: a static argument of every jitted function.
 
     Attributes:
-        implementation: of a decoder layer; `reference` is plain JAX.
+        implementation: of a decoder layer: `reference` is plain JAX; `megakernel` the compiled phases, with the same
+            bits on any number of devices and rows; `auto` is for `for_model` to decide: megakernel where it can run.
         policy: rounding points, `numerics.CANON` or `numerics.EXACT`.
         combine: order in which expert outputs are added, `flat` or `ep(R)` (spec section 7.3).
         experts: `hit` reads only the experts that rows chose; `all` computes every expert for every
             row and can be differentiated.
-        prefill_chunk: rows per prefill call, at most MAX_PREFILL_CHUNK and the context; one compilation per value.
+        prefill: of `megakernel`: `exact` runs prompts through the same phases as decoding, 16 rows a call, with the
+            bits of decoding them token by token; `reference` is plain JAX, faster and not bit-exact; `auto` is exact
+            for prompts of up to EXACT_PREFILL_MAX tokens.
+        prefill_chunk: rows per plain JAX prefill call, at most MAX_PREFILL_CHUNK and the context; one compilation per
+            value.
         activations: what GEMMs of NVFP4 experts multiply weights with: `bf16`, or NVFP4 with the scales of the
             checkpoint (`nvfp4_static`) or of each row (`nvfp4_per_token`). BF16 experts ignore it.
 
@@ -325,16 +336,17 @@ class DecodeConfig:
         ConfigError: an unknown name, a chunk below 1, or NVFP4 activations in a policy that does not round.
     """
 
-    implementation: str = "reference"
+    implementation: str = "auto"
     policy: Policy = CANON
     combine: str = "ep(8)"
     experts: str = "hit"
+    prefill: str = "auto"
     prefill_chunk: int = 64
     activations: str = "bf16"
 
     def __post_init__(self):
-        for name, allowed in (("implementation", ("reference",)), ("experts", ("hit", "all")),
-                              ("activations", ACTIVATIONS)):
+        for name, allowed in (("implementation", IMPLEMENTATIONS), ("experts", ("hit", "all")),
+                              ("prefill", PREFILLS), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not isinstance(self.policy, Policy):
@@ -354,21 +366,38 @@ class DecodeConfig:
                               f"got {config.num_local_experts}; use flat")
         if self.policy.probs == "bfloat16" and config.score_bound >= 80:
             raise ConfigError(f"qk_scale_factor: scores reach {config.score_bound:.1f}, and softmax without a running "
-                              "maximum needs less than 80; use a policy with float32 probabilities")
+                              "maximum needs less than 80; use policy exact (--policy exact, or in Python "
+                              "policy=musejax.numerics.EXACT)")
 
-    def for_model(self, config: ModelConfig) -> DecodeConfig:
+    def kernel_problems(self, config: ModelConfig, platform: str) -> list[str]:
+        """Why `megakernel` cannot run this model so on this platform ("cpu", "gpu"), a line a reason; or empty."""
+        from musejax.packing import packing_problems
+
+        out = [] if platform == "cpu" else [f"implementation: megakernel runs on the CPU, got {platform}"]
+        if self.policy != CANON:
+            out.append(f"policy: megakernel has the rounding points of canon, got {self.policy.name}")
+        if self.experts != "hit":
+            out.append(f"experts: megakernel reads the experts hit, got {self.experts}")
+        return out + packing_problems(config)
+
+    def for_model(self, config: ModelConfig, platform: str | None = None) -> DecodeConfig:
         """This choice, with `flat` combine where the expert count cannot be cut into the owner groups, and chunks no
-        longer than the context.
+        longer than the context. With a platform, `auto` implementation is decided too.
 
         Raises:
-            ConfigError: see `check`.
+            ConfigError: see `check`, or `megakernel` asked for where it cannot run.
         """
         groups = combine_groups(self.combine)
         fits = not groups or config.num_local_experts % groups == 0
         result = replace(self, combine=self.combine if fits else "flat",
                          prefill_chunk=min(self.prefill_chunk, config.max_position_embeddings))
         result.check(config)
-        return result
+        if platform is None or self.implementation == "reference":
+            return result
+        problems = self.kernel_problems(config, platform)
+        if problems and self.implementation == "megakernel":
+            raise ConfigError("; ".join(problems) + "; use implementation reference")
+        return replace(result, implementation="reference" if problems else "megakernel")
 
 
 def combine_groups(combine: str) -> int:

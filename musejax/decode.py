@@ -16,7 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from musejax import cache as kv
-from musejax.config import ConfigError, DecodeConfig, ModelConfig
+from musejax.config import EXACT_PREFILL_MAX, ConfigError, DecodeConfig, ModelConfig
+from musejax.kernels import cache as kernel_cache
+from musejax.kernels import forward as kernels
+from musejax.kernels.cache import KernelCache
+from musejax.kernels.prefill import append_reference
 from musejax.model import forward as fwd
 from musejax.sampling import Sampler, Sampling, choose
 from musejax.sharding import replicated
@@ -29,28 +33,52 @@ class DecodeState(NamedTuple):
     """State between two steps.
 
     Attributes:
-        cache: keys and values of every position before `token`.
+        cache: keys and values of every position before `token`; its kind goes with the implementation.
         token: int32 [], the last token chosen; the next step runs it.
         logprob: float32 [], its log-probability.
         sampler: how tokens are chosen; None is greedy.
     """
 
-    cache: kv.Cache
+    cache: kv.Cache | KernelCache
     token: jax.Array
     logprob: jax.Array
     sampler: Sampler | None
 
 
-def choose_next(params, stream_1d, cache: kv.Cache, sampler: Sampler | None, *, config, decode, num_tokens,
-                mesh) -> DecodeState:
+def uses_kernels(decode: DecodeConfig) -> bool:
+    """Whether params are packed and run through the kernels; `auto` that no `for_model` has decided is `reference`."""
+    return decode.implementation == "megakernel"
+
+
+def init_cache(config: ModelConfig, decode: DecodeConfig, max_length: int, mesh=None) -> kv.Cache | KernelCache:
+    """An empty cache for up to max_length positions, of the kind that this implementation takes."""
+    if uses_kernels(decode):
+        return kernel_cache.init_cache(config, max_length, mesh)
+    return kv.init_cache(config, decode.policy, max_length, mesh)
+
+
+def append(params, cache, tokens_t, num_valid, *, config, decode, mesh=None):
+    """The first num_valid tokens through the model -> (residual stream [t, d], cache longer by num_valid)."""
+    if uses_kernels(decode):
+        return kernels.append(params, cache, tokens_t, num_valid, config=config, decode=decode, mesh=mesh)
+    return fwd.append(params, cache, tokens_t, num_valid, config=config, decode=decode)
+
+
+def choose_next(params, stream_1d, cache, sampler: Sampler | None, *, config, decode, num_tokens, mesh) -> DecodeState:
     """The state whose token follows the last cached position, given that position's residual stream [1, d]."""
-    raw = fwd.raw_logits(params, stream_1d, config, decode)
-    ids, logprobs = choose(raw, fwd.softcap(raw, config), cache.length[None], sampler, num_tokens=num_tokens)
+    if uses_kernels(decode):
+        ids, logprobs = kernels.choose(params, stream_1d, cache.length[None], sampler, config=config, decode=decode,
+                                       num_tokens=num_tokens, mesh=mesh)
+        keep = kernel_cache.keep_placement
+    else:
+        raw = fwd.raw_logits(params, stream_1d, config, decode)
+        ids, logprobs = choose(raw, fwd.softcap(raw, config), cache.length[None], sampler, num_tokens=num_tokens)
+        keep = kv.keep_placement
     state = DecodeState(cache, ids[0], logprobs[0], sampler)
     if mesh is None:
         return state
     rest = jax.lax.with_sharding_constraint(state._replace(cache=()), replicated(mesh))
-    return rest._replace(cache=kv.keep_placement(cache, config, mesh))
+    return rest._replace(cache=keep(cache, config, mesh))
 
 
 def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode: DecodeConfig,
@@ -68,22 +96,30 @@ def decode_step(params: dict, state: DecodeState, *, config: ModelConfig, decode
         The next state: cache longer by one, token and log-probability of the new token. Once the cache
         is full (length = max_length), further steps are undefined; the caller counts.
     """
-    stream, cache = fwd.append(params, state.cache, state.token[None], 1, config=config, decode=decode)
+    stream, cache = append(params, state.cache, state.token[None], 1, config=config, decode=decode, mesh=mesh)
     return choose_next(params, stream, cache, state.sampler, config=config, decode=decode,
                        num_tokens=num_tokens, mesh=mesh)
 
 
-def prefill_chunk(params: dict, cache: kv.Cache, tokens_t, num_valid, *, config: ModelConfig,
-                  decode: DecodeConfig, mesh: Mesh | None = None) -> tuple[jax.Array, kv.Cache]:
-    """Appends one chunk -> (residual stream [1, d] of its last valid row, cache)."""
-    stream, cache = fwd.append(params, cache, tokens_t, num_valid, config=config, decode=decode)
-    return jax.lax.dynamic_slice_in_dim(stream, num_valid - 1, 1), kv.keep_placement(cache, config, mesh)
+def prefill_chunk(params: dict, cache, tokens_t, num_valid, *, config: ModelConfig, decode: DecodeConfig,
+                  mesh: Mesh | None = None, exact: bool = True) -> tuple[jax.Array, kv.Cache | KernelCache]:
+    """Appends one chunk -> (residual stream [1, d] of its last valid row, cache).
+
+    Args:
+        exact: static; False runs plain JAX on the weights and the cache of the kernels.
+    """
+    if uses_kernels(decode) and not exact:
+        stream, cache = append_reference(params, cache, tokens_t, num_valid, config=config, decode=decode)
+    else:
+        stream, cache = append(params, cache, tokens_t, num_valid, config=config, decode=decode, mesh=mesh)
+    keep = kernel_cache.keep_placement if uses_kernels(decode) else kv.keep_placement
+    return jax.lax.dynamic_slice_in_dim(stream, num_valid - 1, 1), keep(cache, config, mesh)
 
 
 _STATIC = ("config", "decode", "mesh")
 _CHOICE = (*_STATIC, "num_tokens")
 jit_decode_step = jax.jit(decode_step, static_argnames=_CHOICE, donate_argnames="state")
-jit_prefill_chunk = jax.jit(prefill_chunk, static_argnames=_STATIC, donate_argnames="cache")
+jit_prefill_chunk = jax.jit(prefill_chunk, static_argnames=(*_STATIC, "exact"), donate_argnames="cache")
 jit_choose_next = jax.jit(choose_next, static_argnames=_CHOICE, donate_argnames="cache")
 
 
@@ -117,9 +153,17 @@ def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> np.ndarray:
     return ids.astype(np.int32)
 
 
+def exact_prefill(decode: DecodeConfig, tokens: int) -> bool:
+    """Whether a prompt of so many tokens has the bits of decoding it token by token."""
+    if not uses_kernels(decode):
+        return False
+    return decode.prefill == "exact" or (decode.prefill == "auto" and tokens <= EXACT_PREFILL_MAX)
+
+
 def prefill(params: dict, tokens: Sequence[int], max_length: int, *, config: ModelConfig, decode: DecodeConfig,
             mesh=None) -> tuple[jax.Array, kv.Cache]:
-    """A prompt through the model in chunks of decode.prefill_chunk rows, the last one padded.
+    """A prompt through the model in chunks, the last one padded: of 16 rows where it is exact (`exact_prefill`), else
+    of decode.prefill_chunk.
 
     Returns:
         (residual stream [1, d] of the last prompt token, cache).
@@ -130,9 +174,10 @@ def prefill(params: dict, tokens: Sequence[int], max_length: int, *, config: Mod
     ids = check_tokens(config, tokens)
     if len(ids) > max_length:
         raise ConfigError(f"prompt: expected at most {max_length} tokens (max_length), got {len(ids)}")
-    cache = kv.init_cache(config, decode.policy, max_length, mesh)
-    chunk = decode.prefill_chunk
-    run = partial(jit_prefill_chunk, config=config, decode=decode, mesh=mesh)
+    cache = init_cache(config, decode, max_length, mesh)
+    exact = exact_prefill(decode, len(ids))
+    chunk = kernel_cache.MAX_ROWS if exact else decode.prefill_chunk
+    run = partial(jit_prefill_chunk, config=config, decode=decode, mesh=mesh, exact=exact)
     for start in range(0, len(ids), chunk):
         part = ids[start:start + chunk]
         padded = np.pad(part, (0, chunk - len(part)))

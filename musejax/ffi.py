@@ -6,6 +6,7 @@ backend: the plain JAX path needs neither.
 """
 
 import importlib
+import os
 import re
 import sys
 import threading
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ABI = 1
+ABI = 2
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
@@ -55,7 +56,8 @@ def library(platform: str = "cpu") -> ModuleType:
 
     Raises:
         LibraryError: the library is missing, too old or too new, made for another Python, or refused
-            by jaxlib. The text says what was expected, what came and what to do.
+            by jaxlib, or MUSEJAX_THREADS or MUSEJAX_ISA ask for what it has not. The text says what was expected, what
+            came and what to do.
         ValueError: unknown platform.
     """
     if platform not in _MODULES:
@@ -64,6 +66,7 @@ def library(platform: str = "cpu") -> ModuleType:
         if platform not in _loaded:
             module = _import(platform)
             _check(module, platform)
+            _choose(module)
             _register(module, platform)
             _loaded[platform] = module
         return _loaded[platform]
@@ -114,6 +117,21 @@ def _check(module: ModuleType, platform: str) -> None:
         return
     where = getattr(module, "__file__", None) or "memory"
     raise LibraryError(f"{_expected(_MODULES[platform])}, got {came} ({where}): {_remedy(platform)}")
+
+
+def _choose(module: ModuleType) -> None:
+    """Threads and instruction set of the CPU library, as the environment asks for; neither changes a result's bits."""
+    if not hasattr(module, "set_threads"):
+        return
+    threads = os.environ.get("MUSEJAX_THREADS", "0")
+    if not threads.isdecimal() or int(threads) > 1024:
+        raise LibraryError("MUSEJAX_THREADS: expected a number of threads up to 1024, 0 for one per core, "
+                           f"got {threads!r}")
+    module.set_threads(int(threads))
+    isa = os.environ.get("MUSEJAX_ISA", "")
+    if not module.set_isa(isa):
+        raise LibraryError("MUSEJAX_ISA: expected avx512, avx2 or scalar, as far as this machine has them, "
+                           f"got {isa!r}")
 
 
 def _register(module: ModuleType, platform: str) -> None:

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from musejax import decode as steps
 from musejax.chat import ChatTemplate
 from musejax.checkpoint import load_params
+from musejax.checkpoint.load import require_checkpoint
 from musejax.config import DecodeConfig, ModelConfig
 from musejax.decode import DecodeState
 from musejax.model.module import MuseSpark
 from musejax.numerics import storage_dtype
+from musejax.packing import unpack_params
 from musejax.paths import nano_path
 from musejax.sampling import Sampling
 from musejax.sharding import make_mesh
@@ -28,8 +30,8 @@ class Model:
     """A loaded checkpoint and how to run it.
 
     Attributes:
-        params: pytree of arrays, placed on `mesh`; the first argument of every step. bfloat16 weights are held
-            as `numerics.storage_dtype` says, with the same values.
+        params: pytree of arrays, placed on `mesh`; the first argument of every step. In packed form (packing.py) for
+            `megakernel`; else in table form (params.py), bfloat16 weights as `numerics.storage_dtype` says.
         tokenizer, chat: None if the folder has none.
         defaults: stop ids and sampling defaults of the release.
         path: where it was loaded from.
@@ -51,8 +53,9 @@ class Model:
 
     @property
     def module(self) -> MuseSpark:
-        """The same parameters as a Flax module."""
-        return MuseSpark(self.config, self.params, self.decode)
+        """The same parameters as a Flax module in plain JAX; packed ones are unpacked, into a second copy."""
+        params = unpack_params(self.params, self.config) if steps.uses_kernels(self.decode) else self.params
+        return MuseSpark(self.config, params, self.decode)
 
     def start(self, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None) -> DecodeState:
         """Prefills a prompt of token ids, with room for max_length positions; see `decode.start`.
@@ -77,17 +80,22 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
         path: the folder; None takes the shipped nano model.
         devices: how many devices, or which; 1, 2, 4 or 8 of them.
         overlay: folders whose tensors replace those of the same name.
-        decode: how to run it; the combine order falls back to `flat` where the expert count asks for it.
+        decode: how to run it; the combine order falls back to `flat` where the expert count asks for it, and
+            implementation `auto` becomes `megakernel` where that can run.
 
     Raises:
-        ConfigError, CheckpointError, TokenizerError, FileNotFoundError: with what was expected and found.
+        ConfigError, CheckpointError, TokenizerError, LibraryError, FileNotFoundError: with what was expected and found.
     """
     path = Path(path) if path is not None else nano_path()
     mesh = make_mesh(devices)
-    config, params = load_params(path, mesh=mesh, overlay=overlay, progress=progress)
-    decode = (decode or DecodeConfig()).for_model(config)
-    dtype = storage_dtype(decode.policy, mesh.devices.flat[0].platform)
-    params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
+    platform = mesh.devices.flat[0].platform
+    require_checkpoint(path)
+    decode = (decode or DecodeConfig()).for_model(ModelConfig.from_folder(path), platform)
+    form = "packed" if steps.uses_kernels(decode) else "table"
+    config, params = load_params(path, mesh=mesh, overlay=overlay, progress=progress, form=form)
+    if form == "table":
+        dtype = storage_dtype(decode.policy, platform)
+        params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
     tokenizer, defaults = Tokenizer.find(path), read_generation_config(path)
     if not defaults.stop_ids and tokenizer is not None:
         defaults = replace(defaults, stop_ids=tokenizer.stop_ids)

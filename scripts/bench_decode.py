@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Times plain decoding of a checkpoint, one sequence, on whatever device JAX finds; one line of figures.
+"""Times plain decoding of a checkpoint, one sequence, on whatever device JAX finds; one line of figures each.
 
-    python scripts/bench_decode.py [CKPT] --tokens 512
+    python scripts/bench_decode.py [CKPT] --tokens 512 --implementation megakernel reference
 
-The line says device, ranks, context, distinct experts a layer (D), tokens a step, median step time with
-its 10th and 90th percentile, tokens/s, compilations after the first step, and a hash of the tokens.
+Several implementations take turns, step by step. A line says device, ranks, context, distinct experts a layer (D),
+tokens a step, median step time with its 10th and 90th percentile, tokens/s, compilations after the first step, and a
+hash of the tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 import musejax
+from musejax.config import DecodeConfig
 from musejax.decode import cache_length, jit_decode_step
 
 
@@ -29,6 +31,15 @@ def device_name(device: jax.Device) -> str:
     return f"{names[0] if names else platform.processor()}, {len(names)} cores"
 
 
+def start(args, implementation: str):
+    """(model, state after one step, length of the prompt)."""
+    decode = DecodeConfig(implementation=implementation, activations=args.activations)
+    model = musejax.load(args.checkpoint, devices=args.devices, decode=decode)
+    prompt = model.tokenizer.encode(args.prompt, bos=True, parse_special=False)
+    state = model.start(prompt, cache_length(model.config, len(prompt) + args.tokens + 2))
+    return model, jax.block_until_ready(model.step(state)), len(prompt)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("checkpoint", nargs="?", help="folder; default the shipped nano")
@@ -36,26 +47,29 @@ def main():
                                        "How many are left?\nAnswer:")
     p.add_argument("--tokens", type=int, default=512, help="steps timed; stop ids are ignored")
     p.add_argument("--devices", type=int, default=1)
+    p.add_argument("--implementation", nargs="+", default=["auto"], choices=("auto", "reference", "megakernel"))
+    p.add_argument("--activations", default="bf16", choices=("bf16", "nvfp4_static", "nvfp4_per_token"))
     args = p.parse_args()
 
-    model = musejax.load(args.checkpoint, devices=args.devices)
-    prompt = model.tokenizer.encode(args.prompt, bos=True, parse_special=False)
-    state = model.start(prompt, cache_length(model.config, len(prompt) + args.tokens + 2))
-    state = model.step(state)
-    tokens, times = [int(state.token)], []
+    runs = [start(args, implementation) for implementation in args.implementation]
+    states = [state for _, state, _ in runs]
+    tokens, times = [[int(state.token)] for state in states], [[] for _ in runs]
     compiled = jit_decode_step._cache_size()
     for _ in range(args.tokens):
-        begin = time.perf_counter()
-        state = model.step(state)
-        tokens.append(int(state.token))
-        times.append(time.perf_counter() - begin)
-    low, median, high = np.percentile(np.array(times) * 1e3, (10, 50, 90))
-    digest = hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()[:12]
-    print(f"{device_name(model.mesh.devices.flat[0])}; ranks {args.devices}; "
-          f"{model.path.name}, {model.decode.policy.name}, {model.decode.implementation}; "
-          f"context {len(prompt)} to {len(prompt) + len(tokens)}; "
-          f"D {model.config.num_experts_per_tok}; 1 token a step; {median:.2f} ms a step ({low:.2f} to {high:.2f}); "
-          f"{1e3 / median:.0f} tokens/s; compilations {jit_decode_step._cache_size() - compiled}; tokens {digest}")
+        for i, (model, _, _) in enumerate(runs):
+            begin = time.perf_counter()
+            states[i] = model.step(states[i])
+            tokens[i].append(int(states[i].token))
+            times[i].append(time.perf_counter() - begin)
+    compiled = jit_decode_step._cache_size() - compiled
+    for (model, _, prompt), chosen, taken in zip(runs, tokens, times, strict=True):
+        low, median, high = np.percentile(np.array(taken) * 1e3, (10, 50, 90))
+        digest = hashlib.sha256(np.array(chosen, np.int32).tobytes()).hexdigest()[:12]
+        print(f"{device_name(model.mesh.devices.flat[0])}; ranks {args.devices}; "
+              f"{model.path.name}, {model.decode.policy.name}, {model.decode.implementation}, {args.activations}; "
+              f"context {prompt} to {prompt + len(chosen)}; D {model.config.num_experts_per_tok}; 1 token a step; "
+              f"{median:.2f} ms a step ({low:.2f} to {high:.2f}); {1e3 / median:.0f} tokens/s; "
+              f"compilations {compiled}; tokens {digest}")
 
 
 if __name__ == "__main__":

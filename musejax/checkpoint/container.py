@@ -1,13 +1,14 @@
-"""The converted form of a checkpoint: a folder of Orbax checkpoints laid out by the parameter table.
+"""The converted form of a checkpoint: a folder of Orbax checkpoints.
 
     DST/
-      musejax.json          format number, config, digest of the parameter table, length of every data file
+      musejax.json          format number, form, config, digest of the stored rows, length of every data file
       globals/              one Orbax checkpoint: embed, final_norm, lm_head
       layer_000/ ...        one Orbax checkpoint a layer
       config.json, ...      side files of the source, as they were
 
-Arrays have the table's in-memory shape. A storage chunk is one slice (of one expert, for experts), so 1, 2, 4 or 8
-devices, and expert-parallel readers, read whole chunks. `musejax.json` is written last: without it, nothing loads.
+Arrays are those of the packed form (`packing.packed_table`), in the order in which kernels stream them; sizes that do
+not pack keep the table form (`params.table`). A storage chunk is one slice (of one expert, for experts), so 1, 2, 4 or
+8 devices, and expert-parallel readers, read whole chunks. `musejax.json` is written last: without it, nothing loads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,20 +26,24 @@ from jax.sharding import Sharding
 from orbax.checkpoint.experimental import v1 as ocp
 
 from musejax.checkpoint.errors import CheckpointError, Faults
-from musejax.checkpoint.progress import bar
 from musejax.config import ModelConfig
-from musejax.params import Param, assemble, table
+from musejax.packing import PackedParam, layout, packed_table
+from musejax.params import Param, table
 
 MANIFEST = "musejax.json"
 FORMAT = "musejax-checkpoint"
-FORMAT_NUMBER = 1
-"""Of the layout described above; a change that old readers would misread gets the next number."""
+FORMAT_NUMBER = 2
+"""Of the layout described above, and of the order of bits in packed arrays (`ffi/common/layout.h`): a change that old
+readers would misread gets the next number. 1 was the table form of every model."""
 
 UNFINISHED = ".converting"
 """Ending of the folder in which a conversion works, beside its destination."""
 
 STATE = "conversion.json"
 """In the unfinished folder: what is being converted, and which parts are complete."""
+
+Row = Param | PackedParam
+"""What describes a stored array: path, shape, dtype, layout."""
 
 
 def is_converted(path: str | Path) -> bool:
@@ -52,38 +56,48 @@ def work_folder(dst: Path) -> Path:
     return dst.with_name(dst.name + UNFINISHED)
 
 
-def parts_of(config: ModelConfig) -> dict[str, list[Param]]:
-    """Folder name of each Orbax checkpoint -> its rows of the parameter table."""
-    parts: dict[str, list[Param]] = {}
-    for param in table(config):
-        name = f"layer_{param.path[1]:03d}" if param.path[0] == "layers" else "globals"
-        parts.setdefault(name, []).append(param)
+def rows_of(config: ModelConfig, packed: bool) -> list[Row]:
+    """The rows of one form."""
+    return packed_table(config) if packed else table(config)
+
+
+def parts_of(config: ModelConfig, packed: bool) -> dict[str, list[Row]]:
+    """Folder name of each Orbax checkpoint -> its rows of one form."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows_of(config, packed):
+        parts.setdefault(part_of(row), []).append(row)
     return parts
 
 
-def table_digest(config: ModelConfig) -> str:
+def part_of(row: Row) -> str:
+    """Folder name of the Orbax checkpoint that holds a row."""
+    return f"layer_{row.path[1]:03d}" if row.path[0] == "layers" else "globals"
+
+
+def table_digest(config: ModelConfig, packed: bool) -> str:
     """Digest of names, in-memory shapes, dtypes and layouts: what the stored bytes depend on."""
-    rows = [[p.name, p.shape, p.dtype.name, p.layout] for p in table(config)]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    rows = [[row.name, row.shape, row.dtype.name, row.layout] for row in rows_of(config, packed)]
+    offsets = [layout(config, i) for i in range(config.num_hidden_layers)] if packed else []
+    return hashlib.sha256(json.dumps([rows, offsets] if packed else rows).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------ Orbax, behind two functions
 
 
-def save_part(folder: Path, values: dict[str, tuple[Param, np.ndarray]]) -> None:
+def save_part(folder: Path, values: dict[str, tuple[Row, np.ndarray]]) -> None:
     """Writes one Orbax checkpoint. `folder` appears under its name when it is complete.
 
     Args:
         folder: absolute path, must not exist.
-        values: leaf name -> (param, array of the param's shape and dtype). NumPy only, so that nothing is put on an
+        values: leaf name -> (row, array of the row's shape and dtype). NumPy only, so that nothing is put on an
             accelerator; maps of files are not copied as a whole.
 
     Raises:
         CheckpointError: Orbax cannot write it.
     """
     def storage(keypath, _):
-        param = values[keypath[-1].key][0]
-        axes = {"whole": (), "gate_up": (0, 1), "down": (0, 1)}.get(param.layout, (0,))
+        row = values[keypath[-1].key][0]
+        axes = {"whole": (), "gate_up": (0, 1), "down": (0, 1), "experts": (0, 1)}.get(row.layout, (0,))
         return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=axes)
 
     context = ocp.Context()
@@ -98,19 +112,19 @@ def save_part(folder: Path, values: dict[str, tuple[Param, np.ndarray]]) -> None
                               "again.") from err
 
 
-def load_part(folder: Path, params: Iterable[Param], placement: Callable[[Param], Sharding]) -> list[tuple[Param, Any]]:
+def load_part(folder: Path, rows: list[Row], placement: Callable[[Row], Sharding]) -> list[tuple[Row, jax.Array]]:
     """Reads one Orbax checkpoint, each device its own chunks.
 
     Raises:
         CheckpointError: Orbax cannot read it.
     """
-    abstract = {p.path[-1]: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=placement(p)) for p in params}
+    abstract = {row.path[-1]: jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=placement(row)) for row in rows}
     try:
         with ocp.Context():
             leaves = ocp.load(str(folder), abstract)
     except (ValueError, OSError, KeyError) as err:
         raise CheckpointError(f"{folder}: cannot be restored: {err}\nConvert the source again.") from err
-    return [(p, leaves[p.path[-1]]) for p in params]
+    return [(row, leaves[row.path[-1]]) for row in rows]
 
 
 # ------------------------------------------------------------------ manifest
@@ -132,15 +146,15 @@ def write_json(path: Path, value: dict) -> None:
     os.replace(draft, path)
 
 
-def write_manifest(folder: Path, config: ModelConfig, source: dict) -> None:
-    """Writes `musejax.json`, which makes the folder loadable."""
+def write_manifest(folder: Path, config: ModelConfig, packed: bool, source: dict) -> None:
+    """Writes `musejax.json`, which makes the folder loadable. Its counts are those of the model, in the table form."""
     rows = table(config)
     write_json(folder / MANIFEST, {
-        "format": FORMAT, "format_number": FORMAT_NUMBER, "config": config.to_hf(),
+        "format": FORMAT, "format_number": FORMAT_NUMBER, "packed": packed, "config": config.to_hf(),
         "nvfp4_layers": list(config.nvfp4_layers),
-        "table": {"digest": table_digest(config), "tensors": len(rows), "parameters": sum(p.size for p in rows),
+        "table": {"digest": table_digest(config, packed), "tensors": len(rows), "parameters": sum(p.size for p in rows),
                   "bytes": sum(p.nbytes for p in rows)},
-        "source": source, "files": file_sizes(folder, parts_of(config)),
+        "source": source, "files": file_sizes(folder, parts_of(config, packed)),
     })
 
 
@@ -153,6 +167,7 @@ def read_manifest(folder: Path) -> dict:
     Raises:
         CheckpointError: another format, or files that are missing or have the wrong length.
         ConfigError: the stored config cannot run.
+        musejax.ffi.LibraryError: the packed form is stored, and the compiled library that defines it does not load.
     """
     path = folder / MANIFEST
     try:
@@ -170,14 +185,17 @@ def read_manifest(folder: Path) -> dict:
     absent = [key for key in ("config", "table", "files", "source") if not isinstance(manifest.get(key), dict)]
     if absent:
         raise CheckpointError(f"{path}: expected objects under {', '.join(absent)}; convert the source again")
-    quantised = manifest.get("nvfp4_layers", [])  # absent in folders written before NVFP4 was known
+    packed = manifest.get("packed")
+    if not isinstance(packed, bool):
+        raise CheckpointError(f"{path}: expected true or false under packed, got {packed!r}; convert the source again")
+    quantised = manifest.get("nvfp4_layers")
     if not isinstance(quantised, list) or not all(isinstance(i, int) for i in quantised):
         raise CheckpointError(f"{path}: expected a list of layers under nvfp4_layers, got {quantised!r}; convert the "
                               "source again")
     manifest["config"] = replace(ModelConfig.from_hf(manifest["config"]), nvfp4_layers=tuple(quantised))
-    if manifest["table"].get("digest") != table_digest(manifest["config"]):
-        raise CheckpointError(f"{path}: was written with another parameter table than this version's; convert the "
-                              "source again")
+    if manifest["table"].get("digest") != table_digest(manifest["config"], packed):
+        kind = "packed layout" if packed else "parameter table"
+        raise CheckpointError(f"{path}: was written with another {kind} than this version's; convert the source again")
     faults = Faults()
     for name, size in manifest["files"].items():
         file = folder / name
@@ -210,28 +228,3 @@ def read_state(work: Path) -> dict:
     except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) and isinstance(state.get("parts"), dict) else {}
-
-
-# ------------------------------------------------------------------ restore
-
-
-def load_converted(folder: Path, config: ModelConfig | None, placement: Callable[[Param], Sharding],
-                   progress: bool) -> tuple[ModelConfig, dict]:
-    """Loads a converted folder part by part.
-
-    Raises:
-        CheckpointError: see `read_manifest`; or `config` is given and another one was converted.
-    """
-    stored = read_manifest(folder)["config"]
-    if config is not None and replace(config, nvfp4_layers=stored.nvfp4_layers) != stored:
-        raise CheckpointError(f"{folder}: was converted with another config than the one given; leave it out, or "
-                              "convert the source again")
-    parts = parts_of(stored)
-    for param in parts["globals"]:  # an impossible mesh fails before anything is read
-        placement(param)
-    leaves = []
-    with bar(sum(p.nbytes for ps in parts.values() for p in ps), f"load {folder.name}", progress) as done:
-        for name, params in parts.items():
-            leaves += load_part(folder.resolve() / name, params, placement)
-            done(sum(p.nbytes for p in params))
-    return stored, assemble(stored, leaves)

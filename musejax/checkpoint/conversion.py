@@ -30,9 +30,10 @@ from musejax.checkpoint.container import (
     write_manifest,
 )
 from musejax.checkpoint.errors import CheckpointError
-from musejax.checkpoint.load import require_checkpoint
+from musejax.checkpoint.load import pack_part, require_checkpoint, sources_of_parts
 from musejax.checkpoint.progress import bar, say
 from musejax.checkpoint.published import Published, open_published, require_sound_scales, warn_of_rounding
+from musejax.packing import packing_problems
 
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json", "chat_template.jinja", "README.md")
@@ -46,8 +47,11 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
             progress: bool = True, overwrite: bool = False) -> Path:
     """Converts a published checkpoint into a folder that `load_params` restores on 1, 2, 4 or 8 devices.
 
-    Memory: two to three layers (one mapped from the source, one or two in write buffers), whatever the number of
-    layers. Nothing is put on an accelerator.
+    Weights are stored in the packed form. Sizes that do not pack keep the table form; those that do not even divide
+    into 8 slices then load on one device only.
+
+    Memory: three to four layers (one mapped from the source, one packed, one or two in write buffers), whatever the
+    number of layers. Nothing is put on an accelerator.
 
     Args:
         src: Hugging Face folder.
@@ -60,9 +64,10 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
         The absolute path of `dst`.
 
     Raises:
-        CheckpointError: faults in the source, sizes that 8 slices do not divide, `dst` in the way, no disk space,
-            another conversion to `dst` at work. `dst` is then as it was.
+        CheckpointError: faults in the source, `dst` in the way, no disk space, another conversion to `dst` at work.
+            `dst` is then as it was.
         ConfigError: the source's config cannot run.
+        musejax.ffi.LibraryError: the compiled library, which defines the packed form, does not load.
     """
     src, dst = Path(src), Path(dst).resolve()
     require_checkpoint(src)
@@ -70,17 +75,16 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
         raise CheckpointError(f"{src}: expected a published checkpoint (safetensors), got a converted one")
     _check_destination(dst, overwrite)
     published = open_published(src, overlay=overlay)
-    problems = published.config.slice_problems()
+    problems = packing_problems(published.config)
+    packed = not problems
     if problems:
-        raise CheckpointError(f"{src}: the sizes cannot be cut into 8 slices, so there is nothing to convert to:\n  "
-                              + "\n  ".join(problems)
-                              + "\nLoad the published folder directly; it runs on one device.")
+        say("these sizes have no packed form, so the table form is written:\n  " + "\n  ".join(problems), progress)
     with _working_in(work_folder(dst)) as work:
-        _convert_parts(published, work, progress)
+        _convert_parts(published, packed, work, progress)
         for name in SIDE_FILES:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
-        write_manifest(work, published.config, _describe(published))
+        write_manifest(work, published.config, packed, _describe(published))
         _move_into_place(work, dst)
     return dst
 
@@ -124,11 +128,11 @@ def _describe(published: Published) -> dict:
             "files": [f.name for s in published.shards for f in s.files]}
 
 
-def _convert_parts(published: Published, work: Path, progress: bool) -> None:
+def _convert_parts(published: Published, packed: bool, work: Path, progress: bool) -> None:
     """Writes the parts that are not there yet."""
     config = published.config
-    parts = parts_of(config)
-    identity = {"format_number": FORMAT_NUMBER, "table": table_digest(config), "config": config.to_hf(),
+    parts = parts_of(config, packed)
+    identity = {"format_number": FORMAT_NUMBER, "table": table_digest(config, packed), "config": config.to_hf(),
                 "fingerprint": _describe(published)["fingerprint"]}
     state = read_state(work)
     strange = [] if state else [f.name for f in work.iterdir() if f.name not in (STATE, STATE + ".tmp")]
@@ -145,21 +149,23 @@ def _convert_parts(published: Published, work: Path, progress: bool) -> None:
         say("starting anew: the unfinished conversion was of another source" if not same else
             "starting anew: no part was complete", progress)
     _remove_all_but(work, {STATE, *finished})
-    todo = {name: params for name, params in parts.items() if name not in finished}
-    _check_space(work, sum(p.nbytes for params in todo.values() for p in params))
+    todo = {name: rows for name, rows in parts.items() if name not in finished}
+    _check_space(work, sum(row.nbytes for rows in todo.values() for row in rows))
     warn_of_rounding(published.sources)
 
-    sources = {source.param.path: source for source in published.sources}
+    sources = sources_of_parts(published)
     write_json(work / STATE, {"identity": identity, "parts": finished})
-    total = sum(p.nbytes for params in parts.values() for p in params)
-    kept = sum(p.nbytes for name in finished for p in parts[name])
+    total = sum(row.nbytes for rows in parts.values() for row in rows)
+    kept = sum(row.nbytes for name in finished for row in parts[name])
     with bar(total, f"convert {published.folder.name}", progress, kept) as done:
-        for name, params in todo.items():
-            require_sound_scales(sources[p.path] for p in params)
-            save_part(work / name, {p.path[-1]: (p, sources[p.path].view()) for p in params})
+        for name, rows in todo.items():
+            require_sound_scales(sources[name])
+            values = pack_part(config, sources[name]) if packed else {s.param.path[-1]: s.view() for s in sources[name]}
+            save_part(work / name, {row.path[-1]: (row, values[row.path[-1]]) for row in rows})
+            del values
             finished[name] = file_sizes(work, [name])
             write_json(work / STATE, {"identity": identity, "parts": finished})
-            done(sum(p.nbytes for p in params))
+            done(sum(row.nbytes for row in rows))
 
 
 def _check_space(work: Path, needed: int) -> None:

@@ -11,6 +11,7 @@ from musejax.checkpoint.load import require_checkpoint
 from musejax.checkpoint.published import open_published
 from musejax.checkpoint.shards import file_dtype
 from musejax.config import ModelConfig
+from musejax.packing import packed_table
 from musejax.params import Param, table
 
 
@@ -38,10 +39,13 @@ class Summary:
     Attributes:
         form: "published", "converted", or "config" (sizes only, no weights).
         config: the sizes.
-        groups: by name, in the order of the parameter table.
+        groups: by name, in the order of the parameter table. Those of a converted checkpoint are of the table form,
+            whatever form it stores.
         files: number of data files.
         skipped_tensors: tensors of the files that the decoder does not use.
         skipped_bytes: their length.
+        format_number: of a converted checkpoint; 0 otherwise.
+        packed_bytes: of the arrays of a converted checkpoint in packed form; 0 otherwise.
     """
 
     form: str
@@ -50,6 +54,8 @@ class Summary:
     files: int = 0
     skipped_tensors: int = 0
     skipped_bytes: int = 0
+    format_number: int = 0
+    packed_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -64,13 +70,16 @@ def inspect(path: str | Path) -> Summary:
     """Summary of a checkpoint folder; checks its headers on the way, reads no tensor.
 
     Raises:
-        CheckpointError, ConfigError: as `load_params`.
+        CheckpointError, ConfigError, musejax.ffi.LibraryError: as `load_params`.
     """
     path = Path(path)
     require_checkpoint(path)
     if is_converted(path):
         manifest = read_manifest(path)
-        return Summary("converted", manifest["config"], _table_groups(manifest["config"]), len(manifest["files"]))
+        config = manifest["config"]
+        packed = sum(row.nbytes for row in packed_table(config)) if manifest["packed"] else 0
+        return Summary("converted", config, _table_groups(config), len(manifest["files"]),
+                       format_number=manifest["format_number"], packed_bytes=packed)
     published = open_published(path)
     groups = _groups((s.param, s.nbytes, s.tensors[0].dtype) for s in published.sources)
     return Summary("published", published.config, groups, sum(len(s.files) for s in published.shards),

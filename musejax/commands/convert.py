@@ -1,4 +1,4 @@
-"""`musejax convert`: a published checkpoint -> the sliced form that loads fast."""
+"""`musejax convert`: a published checkpoint -> the sliced and packed form that loads fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def run(args: Namespace) -> int:
     """Checks the paths, then converts.
 
     Raises:
-        UsageError, musejax.checkpoint.CheckpointError, musejax.config.ConfigError: what was expected and found.
+        UsageError, musejax.checkpoint.CheckpointError, musejax.config.ConfigError, musejax.ffi.LibraryError: what was
+            expected and found.
     """
     source, destination = checkpoint_folder(args.source), Path(args.destination)
     check_overlays(args.overlay)

@@ -127,7 +127,8 @@ def prepare(args: Namespace, path: Path, prompt: str | list[int]) -> Request:
     ids, opening = _tokens(args, path, tokenizer, prompt)
     if not args.chat:
         ChatTemplate.find(path)  # loading reads it too, but only after the weights
-    choices = {"combine": args.combine, "prefill_chunk": args.prefill_chunk, "activations": args.activations}
+    choices = {"combine": args.combine, "prefill_chunk": args.prefill_chunk, "activations": args.activations,
+               "implementation": args.implementation, "prefill": args.prefill}
     decode = DecodeConfig(policy=POLICIES[args.policy], **{k: v for k, v in choices.items() if v is not None})
     if args.combine is not None:
         decode.check(config)  # what was asked for; `for_model` would quietly take another order

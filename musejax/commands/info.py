@@ -29,8 +29,10 @@ def gather(name: str | None) -> dict:
     Raises:
         UsageError, ConfigError, CheckpointError: what was expected and found.
     """
+    import jax
+
     from musejax.checkpoint import inspect, summary_of
-    from musejax.checkpoint.container import unfinished_reason
+    from musejax.checkpoint.container import is_converted, unfinished_reason
     from musejax.config import PRESETS
     from musejax.info import byte_counts, config_summary, parameter_counts
 
@@ -42,6 +44,8 @@ def gather(name: str | None) -> dict:
         raise UsageError(f"{name}: expected a checkpoint folder or one of {', '.join(PRESETS)}, found neither")
     else:
         path = checkpoint_folder(name)
+        if is_converted(path):  # the library that knows the packed form starts the backends, and a GPU would take long
+            jax.config.update("jax_platforms", "cpu")
         summary = inspect(path)
         title = f"{summary.form} checkpoint {path}"
     return {
@@ -54,6 +58,8 @@ def gather(name: str | None) -> dict:
                            "bytes": g.nbytes} for group, g in summary.groups.items()},
         "files": summary.files,
         "skipped": {"tensors": summary.skipped_tensors, "bytes": summary.skipped_bytes},
+        "container": {"format_number": summary.format_number, "packed": summary.packed_bytes > 0,
+                      "packed_bytes": summary.packed_bytes} if summary.form == "converted" else None,
     }
 
 
@@ -92,7 +98,9 @@ def as_text(report: dict) -> str:
     lines += ["", "bytes (router in float32, the rest in bfloat16 where nothing else is said)"]
     lines += [_line(label, report["bytes"][key], _units(report["bytes"][key])) for key, label in BYTES.items()
               if key in report["bytes"]]
-    stored = "would be stored" if report["form"] == "config" else "as stored"
+    container = report["container"]
+    stored = ("would be stored" if report["form"] == "config" else
+              "before packing" if container and container["packed"] else "as stored")
     lines += ["", f"groups, {stored:<38} {'parameters':>23} {'bytes':>23}  tensors  dtypes"]
     lines += [f"  {name:<44} {g['parameters']:>25,} {g['bytes']:>23,} {g['tensors']:>8}  {', '.join(g['dtypes'])}"
               for name, g in report["groups"].items()]
@@ -100,6 +108,9 @@ def as_text(report: dict) -> str:
         skipped = report["skipped"]
         lines += ["", f"{report['files']} data files; {skipped['tensors']} tensors ({skipped['bytes']:,} bytes) "
                       "that the decoder does not use"]
+    if container:
+        form = f"packed form, {container['packed_bytes']:,} bytes" if container["packed"] else "table form"
+        lines += [f"container format {container['format_number']}, {form}"]
     return "\n".join(lines)
 
 
