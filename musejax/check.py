@@ -1,12 +1,12 @@
 """`musejax check`: a checkpoint folder against the golden values that came with it.
 
 `expected.npz` holds what the reference library computed (keys as written by the fixture script:
-`input_ids`, `logits_fp32`, `topk_ids`, `topk_weights`, `hidden_canonical`). Three comparisons:
+`input_ids`, `logits_fp32`, `topk_ids`, `topk_weights`, `hidden_canonical`, `logits_canonical`). Three comparisons:
 
 exact       policy `exact` in one pass against the float32 logits and routes of the reference library.
 steps       the same prompt in chunks and token by token, lengths around the window, against the one pass.
-canon       policy `canon`, each layer alone from its golden input stream: random weights are chaotic, so an
-            end-to-end comparison of a rounding policy would only measure chaos.
+canon       policy `canon`, embedding, head and each layer alone, from its golden input stream: random weights are
+            chaotic, so an end-to-end comparison of a rounding policy would only measure chaos.
 
 Where layers have NVFP4 experts, those golden values do not apply, but for the steps. Then:
 
@@ -14,8 +14,8 @@ nvfp4       policy `exact`, experts dequantised, against the logits of the refer
             (`logits_nvfp4_w4a16_fp32`); `logits_nvfp4_w4a4_static`, 4-bit activations in policy `canon`, is reported
             and not judged: a code that flips moves everything after it.
 
-A row whose choice of experts is a near tie may go either way. Such rows are counted, not judged, and in an
-end-to-end comparison neither are the rows after them, which see their keys.
+A row whose choice of experts is a near tie may go either way. End to end such rows and those after them, which see
+their keys, are counted and not judged; in the canon comparison the other choice is tried.
 """
 
 from __future__ import annotations
@@ -46,24 +46,46 @@ LOGIT_BOUND = 2e-4
 
 LOGIT_BOUND_CAP = 1e-2
 """Deep random models are chaotic: the reference library's own float32 logits leave the float64 streams by up to 1e-3
-(14 layers). The bound then is three times that, at most this; a mistake in the model moves logits by 0.07 and more."""
+(14 layers). The bound then is three times that, at most this; of twenty mistakes in the model the least visible, a
+bfloat16 router, moved logits by 0.02."""
 
 EXACT_MARGIN = 1e-4
 """A selection margin below this can flip between two float32 implementations."""
 
-CLEAN_BOUND, CLEAN_SHARE = 2.0**-12, 0.5
-ROW_BOUND = 2.0**-5
-"""Bounds of one canon layer relative to RMS(row): one flipped bfloat16 rounding moves a row by about 2^-6.
-The row bound also allows one unit in the last place, 2^-7, of the element itself, since the branch is rounded before
-it is added."""
+# Bounds of the canon lines. Sums are float64 on both sides, so what differs is the last place of a float32 exp, sine,
+# sigmoid or fused multiply-add, and now and then a rounding to bfloat16 that it flips: in 1 row of 100 at the fixtures'
+# sizes, in 1 of 8 at width 4096.
 
-CANON_MARGIN = 2.0**-8
-"""A flipped rounding of a router input moves a biased score by up to about this."""
+ROW_BOUND = 2.0**-4
+"""Largest error of a row whose experts agree, over RMS(row). One flipped rounding moves its row by 2^-7 as a rule, but
+of 1.3 million flips made on purpose one in 1000 moved it by 0.03 and more, the worst by 0.07. Another expert moves it
+by 0.6 and more. One unit in the last place of the element itself, 2^-7, is allowed besides: the branch is rounded
+before it is added."""
+
+CLEAN_BOUND = 2.0**-12
+"""A row is clean if its largest error over RMS(row) is at most this: nothing in it was flipped."""
+
+UNCLEAN_IN_LAYER, UNCLEAN = 0.75, 0.5
+"""Shares of rows that may be unclean, in one layer and over all layers. A flipped key moves the later rows that see it:
+seen were 0.40 in a layer of the default sizes (of 15,000), 0.69 where full layers rotate (of 9,600), and over the
+layers of a model 0.18. A rounding point left out makes 0.95 and more of 20 rows unclean in each layer that has it."""
+
+CANON_MARGIN = 2.0**-6
+"""A selection margin below this can flip in the canon comparison: the flips made on purpose moved scores by up to
+0.008, and by up to 0.03 with an output multiplier of 2."""
+
+HEAD_BOUND = 2.0**-18
+"""Largest error of canon logits, over the softcap: the head rounds the same values, so only the last places of a
+float32 product and tanh differ (2^-22 seen). The head without one of its rounding points is off by 2^-8 and more."""
 
 CHUNKS = (1, 3, 7, 16)
-REQUIRED = ("input_ids", "logits_fp32", "topk_ids", "topk_weights", "hidden_canonical")
+REQUIRED = ("input_ids", "logits_fp32", "topk_ids", "topk_weights", "hidden_canonical", "logits_canonical")
 REQUIRED_NVFP4 = ("input_ids", "logits_nvfp4_w4a16_fp32")
 STATIC = "logits_nvfp4_w4a4_static"
+
+CANON_DECODE = DecodeConfig(policy=CANON_F32_PROBS, combine="flat")
+"""As the golden values are made: probabilities in float32, experts added in slot order."""
+
 SAME = 1e-5
 """Logits of a rounding policy closer than this come from the same rounded values."""
 
@@ -99,7 +121,8 @@ class Row:
         rows = f"{self.judged} rows"
         if self.unjudged:
             rows += f" ({self.unjudged} not judged: worst {self.worst_unjudged:.3e})"
-        return (f"{verdict}  {self.name:<34} worst {self.worst:.3e} at {self.index}, bound {self.bound:.3e}, {rows}"
+        where = f" at {self.index}" if self.index else ""
+        return (f"{verdict}  {self.name:<34} worst {self.worst:.3e}{where}, bound {self.bound:.3e}, {rows}"
                 + (f"; {self.note}" if self.note else ""))
 
 
@@ -146,7 +169,7 @@ def read_expected(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     t, k, layers = len(ids), config.num_experts_per_tok, config.num_hidden_layers
     streams = (layers + 1, t, config.hidden_size)
     shapes = {"logits_fp32": (t, config.vocab_size), "topk_ids": (layers, t, k), "topk_weights": (layers, t, k),
-              "hidden_canonical": streams, "hidden_fp32": streams,
+              "hidden_canonical": streams, "hidden_fp32": streams, "logits_canonical": (t, config.vocab_size),
               REQUIRED_NVFP4[1]: (t, config.vocab_size), STATIC: (t, config.vocab_size)}
     for key, shape in shapes.items():
         if key in arrays and (arrays[key].shape != shape or arrays[key].dtype.kind not in "fiu"):
@@ -247,35 +270,96 @@ def check_steps(params, config: ModelConfig, expected, one_pass, clear: int, bou
 
 
 def check_canon(params, config: ModelConfig, expected) -> list[Row]:
-    """Each layer alone, from its golden input to its golden output."""
-    decode = DecodeConfig(policy=CANON_F32_PROBS, combine="flat")
+    """Embedding, each layer and the head alone, from its golden input to its golden output.
+
+    Sums are float64 (`numerics.sum_dtype`) as those of the golden values are, here alone and for this reason: a float32
+    sum flips so many roundings of keys that in 1 of 100 correct layers most rows move, and it flips the embedding too.
+    """
     golden = expected["hidden_canonical"]
     t = golden.shape[1]
-    rows_of = Rows(jnp.arange(t, dtype=jnp.int32), jnp.int32(t))
-    embedded = jax.jit(partial(fwd.embed, config=config, decode=decode))(
-        params, jnp.asarray(expected["input_ids"], jnp.int32))
-    out = [compare("canon: embedding", np.asarray(embedded), golden[0], 0.0)]
-    for i, layer in enumerate(params["layers"]):
-        run = jax.jit(partial(decoder_layer, layer=i, stored=None, length=None, config=config, decode=decode))
-        result = run(layer, jnp.asarray(golden[i]), rows=rows_of)
-        out += judge_canon_layer(i, np.asarray(result.stream), golden[i + 1], np.asarray(result.routing.margin))
-    return out
+    with jax.enable_x64(True):
+        embedded = jax.jit(partial(fwd.embed, config=config, decode=CANON_DECODE))(
+            params, jnp.asarray(expected["input_ids"], jnp.int32))
+        out = [compare("canon: embedding", np.asarray(embedded), golden[0], 0.0)]  # a norm and one rounding
+        shares = []
+        for i, layer in enumerate(params["layers"]):
+            got, other = with_near_ties(canon_layer(i, t, config), layer, golden[i], golden[i + 1])
+            line, share = judge_canon_layer(i, got, golden[i + 1], other)
+            out += [line, share]
+            shares.append(share)
+        head = jax.jit(lambda p, s: fwd.softcap(fwd.raw_logits(p, s, config, CANON_DECODE), config))
+        logits = np.asarray(head(params, jnp.asarray(golden[-1])))
+    out.append(judge_all_layers(shares, t))
+    bound = HEAD_BOUND * config.final_logit_softcapping
+    return [*out, compare("canon: logits of the last stream", logits, expected["logits_canonical"], bound)]
 
 
-def judge_canon_layer(layer: int, got, want, margin_t) -> list[Row]:
-    """Two lines: how far the worst row with a clear route is, and the share of clean rows."""
-    rms = np.sqrt(np.mean(np.square(want, dtype=np.float64), axis=-1, keepdims=True))
-    error = (got - want) / (rms + np.abs(want) / 4)  # ROW_BOUND / 4 = 2^-7: one unit in the last place
-    flipped = (np.abs(error).max(-1) > ROW_BOUND) & (margin_t < CANON_MARGIN)
-    judged = np.where(flipped[:, None], 0.0, error)
-    line = compare(f"canon: layer {layer}, error / RMS(row)", judged, np.zeros_like(judged), ROW_BOUND)
-    line = replace(line, judged=int((~flipped).sum()), unjudged=int(flipped.sum()),
-                   worst_unjudged=float(np.abs(error[flipped]).max(initial=0)))
-    relative = (got - want) / rms
-    clean = float(np.mean(np.abs(relative).max(-1) <= CLEAN_BOUND))
-    share = Row(f"canon: layer {layer}, rows not clean", 1 - clean, 1 - CLEAN_SHARE, (layer,), len(want), 0,
-                clean >= CLEAN_SHARE, f"clean: max error <= 2^-12 RMS(row), {clean:.0%} of rows")
-    return [line, share]
+def canon_layer(layer: int, t: int, config: ModelConfig):
+    """-> jitted (parameters of the layer, stream [t, d]) -> LayerOutput, for positions from 0."""
+    rows = Rows(jnp.arange(t, dtype=jnp.int32), jnp.int32(t))
+    run = partial(decoder_layer, layer=layer, stored=None, length=None, config=config, decode=CANON_DECODE)
+    return partial(jax.jit(run), rows=rows)
+
+
+def with_near_ties(run, layer: dict, stream_td, want_td) -> tuple[np.ndarray, int]:
+    """Output of one layer [t, d], where near ties go the way of the golden values; how many rows needed that.
+
+    A row with a near tie is right if it is right with the best expert left out in place of the last one chosen.
+
+    Args:
+        run: (parameters of the layer, stream) -> LayerOutput.
+    """
+    result = run(layer, jnp.asarray(stream_td))
+    got, margin = np.array(result.stream), np.asarray(result.routing.margin)
+    last = np.asarray(result.routing.ids)[:, -1]
+    other = 0
+    for row in np.flatnonzero((row_error(got, want_td) > ROW_BOUND) & (margin < CANON_MARGIN)):
+        without = {**layer, "router_bias": layer["router_bias"].at[last[row]].add(-2 * CANON_MARGIN)}
+        again = np.asarray(run(without, jnp.asarray(stream_td)).stream)[row]
+        if row_error(again, want_td[row]) <= ROW_BOUND:
+            got[row], other = again, other + 1
+    return got, other
+
+
+def relative_error(got, want, last_place: float = 0.0):
+    """|got - want| over RMS(row), each element's divisor enlarged by `last_place` of its own size."""
+    want = np.asarray(want, np.float64)
+    return np.abs(got - want) / (np.sqrt(np.mean(want**2, axis=-1, keepdims=True)) + last_place * np.abs(want))
+
+
+def row_error(got, want):
+    """Largest error of each row in the unit of ROW_BOUND, which allows 2^-7 of an element besides."""
+    error = relative_error(got, want, 2.0**-7 / ROW_BOUND).max(-1)
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def judge_canon_layer(layer: int, got, want, other: int = 0) -> list[Row]:
+    """Two lines: the worst row, and the share of unclean rows.
+
+    Args:
+        other: rows that took the other expert of a near tie, for information.
+    """
+    error = row_error(got, want)[:, None]
+    line = compare(f"canon: layer {layer}, error / RMS(row)", error, np.zeros_like(error), ROW_BOUND,
+                   note=f"{other} by the other expert of a near tie" if other else "")
+    unclean = ~(relative_error(got, want).max(-1) <= CLEAN_BOUND)  # NaN too
+    allowed = max(UNCLEAN_IN_LAYER, 1 / len(want))
+    share = judge_share(f"canon: layer {layer}, rows not clean", float(unclean.mean()), allowed, len(want))
+    return [replace(line, index=(line.index[0],)), share]
+
+
+def judge_all_layers(shares: list[Row], t: int) -> Row:
+    """The share of unclean rows over all layers: what judges golden values of a single row."""
+    rows = t * len(shares)
+    allowed = max(UNCLEAN, 2 / rows)
+    return judge_share("canon: all layers, rows not clean", float(np.mean([s.worst for s in shares])), allowed, rows)
+
+
+def judge_share(name: str, share: float, allowed: float, rows: int) -> Row:
+    """A line for a share of unclean rows. Of too few rows any number may be, and the line says so."""
+    if allowed >= 1:
+        return Row(name, share, allowed, (), 0, rows, True, "too few rows to judge by", share)
+    return Row(name, share, allowed, (), rows, 0, share <= allowed)
 
 
 def run(folder: str | Path, *, overlay=(), expected: str | Path | None = None,

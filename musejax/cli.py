@@ -1,8 +1,8 @@
 """The command `musejax`: argument parsing, exit codes, nothing else.
 
-Exit codes: 0 done; 1 a comparison of `check` or `parity` failed; 2 wrong input, with one message on stderr; 130
-interrupted by Ctrl-C; 141 the reader of the output went away. Modules that import JAX are imported by the subcommand
-that needs them, so that `--help` answers at once.
+Exit codes: 0 done; 1 a comparison of `check` or `parity`, or a check of `gsm8k`, failed; 2 wrong input, with one
+message on stderr; 3 some items of `gsm8k` failed; 130 interrupted by Ctrl-C; 141 the reader of the output went away.
+Modules that import JAX are imported by the subcommand that needs them, so that `--help` answers at once.
 
 The console script is `run`; `main` is for callers that go on afterwards.
 """
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 from musejax.commands import UsageError
 from musejax.commands.interrupts import INTERRUPTED, leave, leave_on_interrupt
+from musejax.gsm8k import options as gsm8k
 
 WRONG_INPUT, READER_GONE = 2, 141
 
@@ -28,6 +29,7 @@ EXAMPLES = """examples:
   musejax info released                                    sizes of the 816B model, without its weights
   musejax convert CKPT CONVERTED                           once, so that later loads are fast
   musejax quantize CKPT NVFP4                              4-bit experts; load or convert the result
+  musejax gsm8k --data DIR --limit 50 --out RUN            score the first 50 problems; --resume goes on after a kill
 """
 
 
@@ -122,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_check(commands)
     _add_parity(commands)
+    gsm8k.add(commands, _number, _add_running)
     return parser
 
 
@@ -148,6 +151,14 @@ def _add_generate(commands) -> None:
     choice.add_argument("--seed", metavar="N", type=_SEED, default=0, help="(default 0)")
     choice.add_argument("--stop", metavar="TEXT", type=_stop_string, action="append", default=[],
                         help="end before this text; may be repeated")
+    _add_running(p)
+    out = p.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
+    out.add_argument("--quiet", action="store_true", help="no statistics, notes or progress")
+
+
+def _add_running(p) -> None:
+    """Options that say how a model is run."""
     run = p.add_argument_group("how it runs")
     run.add_argument("--policy", choices=("canon", "exact"), default="canon",
                      help="canon rounds to bfloat16 at named points (default); exact is all float32")
@@ -160,6 +171,7 @@ def _add_generate(commands) -> None:
     run.add_argument("--prefill", choices=("auto", "exact", "reference"), default="auto",
                      help="of megakernel: exact = the bits of decoding the prompt token by token; reference = plain "
                           "JAX, faster for long prompts; auto (default) = exact up to 4096 tokens")
+    _add_speculation(run)
     run.add_argument("--combine", metavar="ORDER", help="order of expert sums: flat, or ep(R) such as ep(8)")
     run.add_argument("--devices", metavar="N", type=int, choices=(1, 2, 4, 8), default=1,
                      help="1, 2, 4 or 8 (default 1)")
@@ -167,9 +179,15 @@ def _add_generate(commands) -> None:
                      "makes N devices of it")
     run.add_argument("--prefill-chunk", metavar="ROWS", type=_COUNT, help="rows per prefill call")
     _add_overlay(run)
-    out = p.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
-    out.add_argument("--quiet", action="store_true", help="no statistics, notes or progress")
+
+
+def _add_speculation(parser) -> None:
+    parser.add_argument("--drafter", metavar="DIR", help="folder of a DFlash drafter whose guesses are verified 16 a "
+                        "step, or 'nano' for the shipped one of nano; the text stays that of plain decoding")
+    parser.add_argument("--tree-width", metavar="N", type=_COUNT, help="guesses that may follow one token; 1 is a "
+                        "chain (default: all candidates)")
+    parser.add_argument("--tree-spine", metavar="N", type=int, default=0, choices=range(16), help="the first N guesses "
+                        "follow the likeliest chain (default 0)")
 
 
 def _add_overlay(parser) -> None:
@@ -248,6 +266,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from musejax.commands.info import run
     elif args.command == "parity":
         from musejax.commands.parity import run
+    elif args.command == "gsm8k":
+        from musejax.commands.gsm8k import run
     else:
         from musejax.commands.check import run
     return run(args)

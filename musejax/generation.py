@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from musejax.config import ConfigError
 from musejax.decode import cache_length, check_tokens
+from musejax.kernels.cache import MAX_ROWS
 from musejax.loading import Model
 from musejax.sampling import Sampling
 from musejax.text import TextStream
@@ -21,6 +24,20 @@ class StreamToken(NamedTuple):
     logprob: float
 
 
+class StepTokens(NamedTuple):
+    """What one decode step emitted: one token, or several where guesses were accepted.
+
+    Attributes:
+        tokens: ids, in order.
+        logprobs: float32 log-probability of each.
+        distinct: int32 [L], distinct experts a layer that the step's rows chose; None if it did not say.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    distinct: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class Generation:
     """An answer.
@@ -31,6 +48,7 @@ class Generation:
         logprobs: float32 log-probability of each token.
         finish_reason: `stop` (stop id or stop string) or `length`.
         prompt_tokens: how many tokens the prompt had.
+        steps: decode steps after the prompt; fewer than tokens where guesses were accepted.
         seconds: wall time, prefill included, first compilation included.
         decode_seconds: wall time after the first token.
     """
@@ -40,6 +58,7 @@ class Generation:
     logprobs: list[float]
     finish_reason: str
     prompt_tokens: int
+    steps: int
     seconds: float
     decode_seconds: float
 
@@ -60,6 +79,44 @@ def plan_length(model: Model, prompt: Sequence[int], max_new_tokens: int) -> int
     return min(max_new_tokens, room)
 
 
+def steps(model: Model, prompt: Sequence[int], sampling: Sampling | None = None, *, max_new_tokens: int = 256,
+          stop_ids: Sequence[int] | None = None) -> Iterator[StepTokens]:
+    """Yields what each step emitted: first the token that the prompt led to, then step by step. A stop id ends it and is
+    part of it. Checks its arguments before compiling.
+
+    Raises:
+        ConfigError: as `plan_length`, at the call, not at the first token.
+    """
+    sampling = sampling or Sampling()
+    count = plan_length(model, prompt, max_new_tokens)
+    stops = frozenset(model.defaults.stop_ids if stop_ids is None else stop_ids)
+    speculate = model.speculation.drafter is not None
+
+    def run():
+        room = min(count + (MAX_ROWS if speculate else 0), model.config.max_position_embeddings - len(prompt))
+        start = model.start_speculative if speculate else model.start
+        state = start(prompt, cache_length(model.config, len(prompt) + room), sampling)
+        made = StepTokens([int(state.token)], [float(state.logprob)])
+        left = count
+        while True:
+            end = next((i + 1 for i, token in enumerate(made.tokens) if token in stops), 0)
+            kept = min(end or len(made.tokens), left)
+            yield StepTokens(made.tokens[:kept], made.logprobs[:kept], made.distinct)
+            left -= kept
+            if end or not left:
+                return
+            if speculate:
+                state, emitted = model.step_speculative(state)
+                tokens = np.asarray(emitted.tokens)[:int(emitted.count)]
+                made = StepTokens(tokens.tolist(), np.asarray(emitted.logprobs)[:len(tokens)].tolist(),
+                                  np.asarray(emitted.distinct))
+            else:
+                state = model.step(state)
+                made = StepTokens([int(state.token)], [float(state.logprob)])
+
+    return run()
+
+
 def stream(model: Model, prompt: Sequence[int], sampling: Sampling | None = None, *, max_new_tokens: int = 256,
            stop_ids: Sequence[int] | None = None) -> Iterator[StreamToken]:
     """Yields generated tokens; the last one may be a stop id. Checks its arguments before compiling.
@@ -71,20 +128,8 @@ def stream(model: Model, prompt: Sequence[int], sampling: Sampling | None = None
     Raises:
         ConfigError: as `plan_length`, at the call, not at the first token.
     """
-    sampling = sampling or Sampling()
-    count = plan_length(model, prompt, max_new_tokens)
-    stops = frozenset(model.defaults.stop_ids if stop_ids is None else stop_ids)
-
-    def tokens():
-        state = model.start(prompt, cache_length(model.config, len(prompt) + count), sampling)
-        for made in range(1, count + 1):
-            token = StreamToken(int(state.token), float(state.logprob))
-            yield token
-            if token.id in stops or made == count:
-                return
-            state = model.step(state)
-
-    return tokens()
+    made = steps(model, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    return (StreamToken(*token) for step in made for token in zip(step.tokens, step.logprobs, strict=True))
 
 
 def generate(model: Model, prompt: str | Sequence[int], sampling: Sampling | None = None, *,
@@ -109,17 +154,20 @@ def generate(model: Model, prompt: str | Sequence[int], sampling: Sampling | Non
     begin = time.perf_counter()
     first = begin
 
-    def timed(tokens):
-        nonlocal first
-        for made, token in enumerate(tokens):
-            first = first if made else time.perf_counter()
-            yield token
+    passes = 0
 
-    source = stream(model, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    def timed(made):
+        nonlocal first, passes
+        for passes, step in enumerate(made):  # the first one is the prompt's
+            first = first if passes else time.perf_counter()
+            yield from (StreamToken(*token) for token in zip(step.tokens, step.logprobs, strict=True))
+
+    source = steps(model, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     text = TextStream(timed(source), model.tokenizer, stop_ids=stop_ids, stop=stop)
     for _ in text:
         pass
     end = time.perf_counter()
     return Generation(
         text=text.text if model.tokenizer is not None else None, tokens=text.tokens, logprobs=text.logprobs,
-        finish_reason=text.finish_reason, prompt_tokens=len(prompt), seconds=end - begin, decode_seconds=end - first)
+        finish_reason=text.finish_reason, prompt_tokens=len(prompt), steps=passes,
+        seconds=end - begin, decode_seconds=end - first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -21,7 +21,10 @@ from musejax.numerics import storage_dtype
 from musejax.packing import unpack_params
 from musejax.paths import nano_path
 from musejax.sampling import Sampling
-from musejax.sharding import make_mesh
+from musejax.sharding import make_mesh, replicated
+from musejax.speculation import step as speculative
+from musejax.speculation.params import load_drafter
+from musejax.speculation.step import Emitted, Speculation, SpecParams, SpecState
 from musejax.tokenizer import GenerationDefaults, Tokenizer, read_generation_config
 
 
@@ -35,6 +38,8 @@ class Model:
         tokenizer, chat: None if the folder has none.
         defaults: stop ids and sampling defaults of the release.
         path: where it was loaded from.
+        drafter: parameters of the drafter, on every device; None without one.
+        speculation: how its guesses are made; `speculation.drafter` is None without one.
     """
 
     config: ModelConfig
@@ -45,6 +50,8 @@ class Model:
     chat: ChatTemplate | None
     defaults: GenerationDefaults
     path: Path
+    drafter: dict | None = None
+    speculation: Speculation = field(default_factory=Speculation)
 
     @property
     def num_tokens(self) -> int | None:
@@ -72,8 +79,22 @@ class Model:
                                      num_tokens=self.num_tokens, mesh=self.mesh)
 
 
+    def start_speculative(self, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None) -> SpecState:
+        """As `start`, for `step_speculative`; see `speculation.step.start`. Leave room for 16 positions at the end."""
+        return speculative.start(SpecParams(self.params, self.drafter), tokens, max_length, sampling,
+                                 config=self.config, decode=self.decode, speculation=self.speculation,
+                                 num_tokens=self.num_tokens, mesh=self.mesh)
+
+    def step_speculative(self, state: SpecState) -> tuple[SpecState, Emitted]:
+        """One jitted `speculation.step.decode_step`, up to 16 tokens; the state passed in is used up."""
+        return speculative.jit_decode_step(SpecParams(self.params, self.drafter), state, config=self.config,
+                                           decode=self.decode, speculation=self.speculation,
+                                           num_tokens=self.num_tokens, mesh=self.mesh)
+
+
 def load(path: str | Path | None = None, *, devices: int | list | None = None, overlay: Sequence[str | Path] = (),
-         decode: DecodeConfig | None = None, progress: bool = False) -> Model:
+         decode: DecodeConfig | None = None, progress: bool = False, drafter: str | Path | None = None,
+         speculation: Speculation | None = None) -> Model:
     """Loads a published (Hugging Face) or converted folder.
 
     Args:
@@ -82,6 +103,8 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
         overlay: folders whose tensors replace those of the same name.
         decode: how to run it; the combine order falls back to `flat` where the expert count asks for it, and
             implementation `auto` becomes `megakernel` where that can run.
+        drafter: folder of a DFlash drafter (`paths.nano_drafter_path()` for nano's); None decodes without guesses.
+        speculation: how guesses are made (its `drafter` comes from the folder); None for the defaults.
 
     Raises:
         ConfigError, CheckpointError, TokenizerError, LibraryError, FileNotFoundError: with what was expected and found.
@@ -96,8 +119,13 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
     if form == "table":
         dtype = storage_dtype(decode.policy, platform)
         params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
+    drafter_config, drafter_params = None, None
+    if drafter is not None:
+        drafter_config, drafter_params = load_drafter(drafter, config, device=replicated(mesh))
+    speculation = replace(speculation or Speculation(), drafter=drafter_config)
     tokenizer, defaults = Tokenizer.find(path), read_generation_config(path)
     if not defaults.stop_ids and tokenizer is not None:
         defaults = replace(defaults, stop_ids=tokenizer.stop_ids)
     return Model(config=config, decode=decode, params=params, mesh=mesh, tokenizer=tokenizer,
-                 chat=ChatTemplate.find(path), defaults=defaults, path=path)
+                 chat=ChatTemplate.find(path), defaults=defaults, path=path,
+                 drafter=drafter_params, speculation=speculation)

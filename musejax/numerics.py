@@ -2,8 +2,9 @@
 
 `exact` does all arithmetic in float32 and rounds nowhere: for comparison with the reference library.
 `canon` rounds to bfloat16 at every point of ROUNDING_POINTS and nowhere else; GEMMs multiply bfloat16
-values and accumulate in float32; the residual stream stays float32. NVFP4 experts may quantise their inputs besides
-(`DecodeConfig.activations`); with `nvfp4_static` their `swiglu` is quantised from float32 and not rounded first.
+values and accumulate in float32 (see `sum_dtype`); the residual stream stays float32. NVFP4 experts may quantise
+their inputs besides (`DecodeConfig.activations`); with `nvfp4_static` their `swiglu` is quantised from float32 and
+not rounded first.
 
 Rounded values are carried as float32 arrays that hold bfloat16 values. XLA may drop a pair of
 float32 -> bfloat16 -> float32 converts ("excess precision"), so rounding is `lax.reduce_precision`,
@@ -78,12 +79,12 @@ class Policy:
         return round_bf16(x) if self.rounds else x
 
     def einsum(self, equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        """One GEMM of rounded values -> float32, accumulated in float32.
+        """One GEMM of rounded values -> float32, accumulated in `sum_dtype()`.
 
         XLA's CPU backend has no dot of bfloat16 operands with a float32 result; there the values are widened
         first, which changes no product.
         """
-        if not self.rounds:
+        if not self.rounds or sum_dtype() == jnp.float64:
             return einsum_f32(equation, x, w)
 
         def narrow(x, w):
@@ -102,10 +103,20 @@ def storage_dtype(policy: Policy, platform: str):
     return jnp.bfloat16 if policy.rounds and platform != "cpu" else jnp.float32
 
 
+def sum_dtype():
+    """dtype in which GEMMs and norms add: float32, or float64 inside `with jax.enable_x64(True):`.
+
+    For comparison with golden values, which are summed in float64; values, weights and results stay float32. It is
+    read when a function is traced, and JAX keeps traces inside and outside apart.
+    """
+    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+
+
 def einsum_f32(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """float32 GEMM; HIGHEST forbids TF32 on GPUs."""
-    return jnp.einsum(equation, x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST,
-                      preferred_element_type=jnp.float32)
+    """GEMM of float32 values -> float32, accumulated in `sum_dtype()`; HIGHEST forbids TF32 on GPUs."""
+    dtype = sum_dtype()
+    x, w = (a.astype(jnp.float32).astype(dtype) for a in (x, w))
+    return jnp.einsum(equation, x, w, precision=lax.Precision.HIGHEST, preferred_element_type=dtype).astype(jnp.float32)
 
 
 EXACT = Policy("exact", probs="float32")

@@ -11,11 +11,20 @@ def nano_path() -> Path:
     Raises:
         FileNotFoundError: neither exists.
     """
-    places = (_PACKAGE / "checkpoints" / "nano", _PACKAGE.parent / "checkpoints" / "nano")
+    return _shipped("nano")
+
+
+def nano_drafter_path() -> Path:
+    """Folder of nano's drafter, likewise."""
+    return _shipped("nano_drafter")
+
+
+def _shipped(name: str) -> Path:
+    places = (_PACKAGE / "checkpoints" / name, _PACKAGE.parent / "checkpoints" / name)
     for place in places:
         if (place / "config.json").is_file():
             return place
     raise FileNotFoundError(
-        f"expected config.json of the checkpoint nano in {places[0]} (installed) or {places[1]} (checkout), "
-        "got neither: install again from a checkout that has checkpoints/nano"
+        f"expected config.json of the checkpoint {name} in {places[0]} (installed) or {places[1]} (checkout), "
+        f"got neither: install again from a checkout that has checkpoints/{name}"
     )

@@ -219,9 +219,12 @@ ffi::Error CombinePartialsHandler(Args args, Rets rets, ModelAttribute attribute
   w.nvfp4 = nvfp4;
   w.small = io.In<float>("small", {SmallCount(m, nvfp4)});
   const int32_t* begin = io.In<int32_t>("begin", {});
+  const int64_t owned = groups * (m.shape.experts / m.combine_groups);
+  if (begin)
+    io.Require(*begin >= 0 && *begin + owned <= m.shape.experts, "begin", "a block of the model's experts", *begin);
   bf16* partials = io.Out<bf16>("partials", {groups, count, m.shape.moe_hidden});
   if (ffi::Error error = io.error(); error.failure()) return error;
-  w.expert_begin = *begin, w.expert_count = groups * (m.shape.experts / m.combine_groups);
+  w.expert_begin = *begin, w.expert_count = owned;
   IeeeArithmetic ieee;
   CombinePartials(m, w, y, ids, weights, int(count), partials);
   return ffi::Error::Success();
@@ -268,6 +271,13 @@ ffi::Error AddFfnHandler(Args args, Rets rets, ModelAttribute attribute, bool nv
   return ffi::Error::Success();
 }
 
+// Operand begin i32 []: the first of this device's slices of the vocabulary.
+const int32_t* TakeBegin(Operands& io, int64_t slices) {
+  const int32_t* begin = io.In<int32_t>("begin", {});
+  if (begin) io.Require(*begin >= 0 && *begin + slices <= kSlices, "begin", "a block of the 8 slices", *begin);
+  return begin;
+}
+
 // musejax_head: stream, final_norm bf16 [hidden], lm_head u8 [slices here, bytes], begin i32 [] (first slice here) ->
 // raw logits f32 [slices here, rows, vocab/8], and of each slice the largest: values f32, ids i32 [slices here, rows,
 // top].
@@ -279,7 +289,7 @@ ffi::Error HeadHandler(Args args, Rets rets, ModelAttribute attribute, int64_t n
   const float* stream = io.In<float>("stream", {count, m.shape.hidden});
   const bf16* norm = io.In<bf16>("final_norm", {m.shape.hidden});
   const uint8_t* lm_head = io.In<uint8_t>("lm_head", {slices, HeadBytes(m.vocab, m.shape.hidden)});
-  const int32_t* begin = io.In<int32_t>("begin", {});
+  const int32_t* begin = TakeBegin(io, slices);
   float* raw = io.Out<float>("raw", {slices, count, n});
   float* values = io.Out<float>("values", {slices, count, top});
   int32_t* ids = io.Out<int32_t>("ids", {slices, count, top});
@@ -298,7 +308,7 @@ ffi::Error HeadSumsHandler(Args args, Rets rets, ModelAttribute attribute, int64
   const int64_t slices = io.Size(0, 0), count = io.Size(0, 1);
   const float* raw = io.In<float>("raw", {slices, count, m.vocab / kSlices});
   const float* largest = io.In<float>("largest", {count});
-  const int32_t* begin = io.In<int32_t>("begin", {});
+  const int32_t* begin = TakeBegin(io, slices);
   float* sums = io.Out<float>("sums", {slices, count});
   if (ffi::Error error = io.error(); error.failure()) return error;
   IeeeArithmetic ieee;

@@ -3,7 +3,7 @@
 // divide and square root only, so bits do not depend on compiler, width or threads. NaN stays NaN.
 //
 // Exp, Sigmoid and Silu are templates: V is float or a vector type that has the primitives of the first section
-// (cpu/simd.h). Errors, measured over all floats of the stated range: see tests/test_twin_math.py.
+// (cpu/simd.h). tests/test_math.py states their errors.
 #pragma once
 
 #include <cmath>
@@ -68,10 +68,11 @@ MUSEJAX_FN V Exp(V x) {
   return ZeroBelow(x, -87.3f, Mul(Add(p, c(1.0f)), PowerOfTwo(n)));
 }
 
+// 0 below -88.3, where Exp has no larger powers to give: else Silu would not tend to 0.
 template <typename V>
 MUSEJAX_FN V Sigmoid(V x) {
   const V one = Set(x, 1.0f);
-  return Div(one, Add(one, Exp(Sub(Set(x, 0.0f), x))));
+  return ZeroBelow(x, -88.3f, Div(one, Add(one, Exp(Sub(Set(x, 0.0f), x)))));
 }
 
 template <typename V>
@@ -95,7 +96,7 @@ MUSEJAX_FN float Tanh(float x) {
   } else {
     t = 1.0f - 2.0f / (Exp(2.0f * a) + 1.0f);
   }
-  return x < 0.0f ? -t : t;
+  return copysignf(t, x);
 }
 
 // Natural logarithm of a normal number; NaN for others but 0 and infinity, which are not asked for.

@@ -219,7 +219,23 @@ def load_model(args: Namespace, request: Request):
     from musejax.loading import load
 
     return load(request.path, devices=args.devices, overlay=tuple(args.overlay), decode=request.decode,
-                progress=not args.quiet)
+                progress=not args.quiet, drafter=drafter_path(args), speculation=speculation_of(args))
+
+
+def drafter_path(args: Namespace) -> Path | None:
+    """Folder of the drafter that --drafter names."""
+    from musejax.paths import nano_drafter_path
+
+    if args.drafter is None:
+        return None
+    return nano_drafter_path() if args.drafter == "nano" else Path(args.drafter)
+
+
+def speculation_of(args: Namespace):
+    """The `Speculation` that --tree-width and --tree-spine describe."""
+    from musejax.speculation.step import Speculation
+
+    return Speculation(width=args.tree_width, spine=args.tree_spine)
 
 
 def start_stream(model, request: Request) -> Iterable:
@@ -333,6 +349,8 @@ def _result(args: Namespace, request: Request, model, text: TextStream, parser: 
             "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": args.seed,
             "max_new_tokens": request.max_new_tokens, "policy": decode.policy.name, "combine": decode.combine,
             "activations": decode.activations,
-            "implementation": decode.implementation, "prefill_chunk": decode.prefill_chunk, "devices": args.devices,
+            "implementation": decode.implementation, "prefill": decode.prefill, "prefill_chunk": decode.prefill_chunk,
+            "devices": args.devices, "drafter": args.drafter, "tree_width": args.tree_width,
+            "tree_spine": args.tree_spine,
         },
     }

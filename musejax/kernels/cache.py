@@ -24,8 +24,8 @@ class KernelCache(NamedTuple):
     """State of one sequence.
 
     Attributes:
-        layers: stored keys and values, bfloat16 [k, p, c]; position x in slot x mod p.
-        flight: keys and values of the last pass's rows, bfloat16 [k, 16, c].
+        layers: stored keys and values [k, p, c], bfloat16 for the kernels; position x in slot x mod p.
+        flight: keys and values of the last pass's rows [k, 16, c].
         length: int32 [], positions stored or accepted; the next pass begins here.
         accepted: int32 [], rows of `flight` still to be stored, the last ones of `length`.
         path: int32 [16], which rows those are, in order of position.
@@ -38,7 +38,7 @@ class KernelCache(NamedTuple):
     path: jax.Array
 
 
-def abstract_cache(config: ModelConfig, max_length: int, mesh=None) -> KernelCache:
+def abstract_cache(config: ModelConfig, max_length: int, mesh=None, dtype=jnp.bfloat16) -> KernelCache:
     """Shapes, dtypes and, with a mesh, shardings; allocates nothing.
 
     Raises:
@@ -52,7 +52,7 @@ def abstract_cache(config: ModelConfig, max_length: int, mesh=None) -> KernelCac
 
     def pair(slots):
         shape = (config.num_key_value_heads, slots, config.head_dim)
-        return LayerCache(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=heads)] * 2)
+        return LayerCache(*[jax.ShapeDtypeStruct(shape, dtype, sharding=heads)] * 2)
 
     def integers(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
@@ -62,10 +62,10 @@ def abstract_cache(config: ModelConfig, max_length: int, mesh=None) -> KernelCac
                        tuple(pair(MAX_ROWS) for _ in layers), integers(), integers(), integers(MAX_ROWS))
 
 
-def init_cache(config: ModelConfig, max_length: int, mesh=None) -> KernelCache:
+def init_cache(config: ModelConfig, max_length: int, mesh=None, dtype=jnp.bfloat16) -> KernelCache:
     """An empty cache for up to max_length positions."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-                        abstract_cache(config, max_length, mesh))
+                        abstract_cache(config, max_length, mesh, dtype))
 
 
 def keep_placement(cache: KernelCache, config: ModelConfig, mesh) -> KernelCache:

@@ -200,7 +200,7 @@ def choose(params: dict, stream_td, positions_t, sampler: Sampler | None, *, con
     """The next token of each row, greedy (sampler None) or sampled; see `sampling.choose`.
 
     Log-probabilities come from the kernels either way. A sampled id also depends on XLA's arithmetic of noise, top-k
-    and top-p.
+    and top-p, which therefore always sees 16 rows: then a row draws the same token in a pass of any size.
     """
     if sampler is None:
         return greedy(params, stream_td, config=config, decode=decode, num_tokens=num_tokens, mesh=mesh)
@@ -210,7 +210,10 @@ def choose(params: dict, stream_td, positions_t, sampler: Sampler | None, *, con
         sums = call.head_sums(raw, largest, begin, num_tokens=num_tokens)
         sums, raw = (gather(x) if many else x for x in (sums, raw))
         raw = raw.swapaxes(0, 1).reshape(stream_td.shape[0], -1)
-        ids, _ = sampling.choose(raw, call.softcap(raw), positions_t, sampler, num_tokens=num_tokens)
+        padding = MAX_ROWS - raw.shape[0]
+        padded, positions = jnp.pad(raw, ((0, padding), (0, 0))), jnp.pad(positions_t, (0, padding))
+        ids, _ = sampling.choose(padded, call.softcap(padded), positions, sampler, num_tokens=num_tokens)
+        ids = ids[:raw.shape[0]]
         chosen = jnp.take_along_axis(raw, ids[:, None], axis=1)[:, 0]
         return Choice(ids, call.logprob(chosen, largest, sums))
 

@@ -18,12 +18,15 @@ class Rows(NamedTuple):
     """What is known of the rows of one call.
 
     Attributes:
-        positions: int32 [t], absolute position of each row, ascending.
+        positions: int32 [t], absolute position of each row, ascending unless they are a tree.
         num_valid: int32 [], rows before it are real, the others padding.
+        ancestors: bool [t, t], of a tree of guesses: row i sees row j (its ancestors and itself); None for a chain. Rows
+            of a tree are not stored: they come back in place of the cache, and an accepted path is stored later.
     """
 
     positions: jax.Array
     num_valid: jax.Array
+    ancestors: jax.Array | None = None
 
     @property
     def valid(self) -> jax.Array:
@@ -66,6 +69,31 @@ def attend(q_tnc, keys_kpc, values_kpc, mask_tp, config: ModelConfig, policy: Po
     return out.reshape(k, t, group, c).transpose(1, 0, 2, 3).reshape(t, n, c)
 
 
+def seen_by(rows: Rows, keys, values, stored: kv.LayerCache | None, length, window: int | None):
+    """What the rows of a call attend to, given their own keys and values [k, t, c].
+
+    Returns:
+        (keys, values [k, p, c], mask bool [t, p], what becomes of the cache).
+    """
+    own = jnp.where(rows.valid, rows.positions, -1)
+    if rows.ancestors is not None:
+        flight = kv.LayerCache(*(a.astype(stored.keys.dtype) for a in (keys, values)))
+        held = kv.slot_positions(stored.keys.shape[1], length)
+        mask = [visible(rows.positions, held, window), visible(rows.positions, own, window) & rows.ancestors]
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(stored, flight, strict=True))
+        return keys, values, jnp.concatenate(mask, axis=1), flight
+    if stored is None:
+        return keys, values, visible(rows.positions, own, window), None
+    written = kv.write_rows(stored, keys, values, rows.positions, rows.num_valid)
+    if window is None or rows.positions.shape[0] == 1:  # nothing that these rows see was overwritten
+        held = kv.slot_positions(written.keys.shape[1], length + rows.num_valid)
+        return *written, visible(rows.positions, held, window), written
+    keys, values = (jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+                    for old, new in zip(stored, (keys, values), strict=True))
+    held = jnp.concatenate([kv.slot_positions(stored.keys.shape[1], length), own])
+    return keys, values, visible(rows.positions, held, window), written
+
+
 def attention(p: dict, x_td, layer: int, stored: kv.LayerCache | None, length, rows: Rows, config: ModelConfig,
               policy: Policy) -> tuple[jax.Array, kv.LayerCache | None]:
     """Attention branch of one layer.
@@ -77,7 +105,7 @@ def attention(p: dict, x_td, layer: int, stored: kv.LayerCache | None, length, r
         length: int32 [], positions in the cache.
 
     Returns:
-        (output projection [t, d], cache with this call's valid rows written).
+        (output projection [t, d], cache with this call's valid rows written; of a tree, its rows [k, t, c] alone).
     """
     t, c = x_td.shape[0], config.head_dim
     q, k, v, gate = (policy.round("qkv", project(x_td, p[name], policy)).reshape(t, -1, c)
@@ -89,19 +117,7 @@ def attention(p: dict, x_td, layer: int, stored: kv.LayerCache | None, length, r
         q, k = rotate(q, cos_sin, policy), rotate(k, cos_sin, policy)
 
     keys, values = (a.swapaxes(0, 1) for a in (k, v))
-    key_positions = jnp.where(rows.valid, rows.positions, -1)
-    window = config.window(layer)
-    if stored is not None:
-        before, stored = stored, kv.write_rows(stored, keys, values, rows.positions, rows.num_valid)
-        if window is None or t == 1:  # nothing that these rows see was overwritten
-            keys, values = stored
-            key_positions = kv.slot_positions(keys.shape[1], length + rows.num_valid)
-        else:
-            keys, values = (jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-                            for old, new in zip(before, (keys, values), strict=True))
-            held = kv.slot_positions(before.keys.shape[1], length)
-            key_positions = jnp.concatenate([held, key_positions])
-    mask = visible(rows.positions, key_positions, window)
+    keys, values, mask, stored = seen_by(rows, keys, values, stored, length, config.window(layer))
     out = policy.round("attention", attend(q, keys, values, mask, config, policy))
     out = policy.round("gated_output", rms(out, config.rms_norm_eps) * jax.nn.sigmoid(gate))
     return policy.round("o_proj", project(out.reshape(t, -1), p["o_proj"], policy)), stored

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from musejax.config import ModelConfig
-from musejax.numerics import Policy
+from musejax.numerics import Policy, sum_dtype
 
 
 def rms(x: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) over the last axis, float32."""
+    """x / sqrt(mean(x^2) + eps) over the last axis, float32; the mean in `sum_dtype()`."""
     x = x.astype(jnp.float32)
-    return x * (1.0 / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+    mean = jnp.mean(jnp.square(x.astype(sum_dtype())), axis=-1, keepdims=True)
+    return x * (1.0 / jnp.sqrt(mean + eps)).astype(jnp.float32)
 
 
 def gain(gamma_d: jax.Array, policy: Policy) -> jax.Array:

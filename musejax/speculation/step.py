@@ -1,0 +1,283 @@
+"""One speculative step as one program: draft, tree, verify, accept, commit (dflash2.md section 0).
+
+The text is that of plain decoding, bit for bit with `megakernel`: a tree only decides which tokens the target looks at.
+Plain decoding is the same program with a tree of one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from musejax.config import ConfigError, DecodeConfig, ModelConfig
+from musejax.decode import check_tokens, uses_kernels
+from musejax.kernels.cache import MAX_ROWS, KernelCache, accept, init_cache, keep_placement
+from musejax.kernels.forward import chain
+from musejax.numerics import CANON_F32_PROBS, Policy, storage_dtype
+from musejax.packing import unpack_head
+from musejax.sampling import Sampler, Sampling
+from musejax.sharding import replicated
+from musejax.speculation import accept as acceptance
+from musejax.speculation import draft as drafting
+from musejax.speculation.config import DraftConfig
+from musejax.speculation.draft import Borrowed, DraftCache
+from musejax.speculation.tree import Tree, build_tree, conditional_logprobs, root_only
+from musejax.speculation.verify import Verified, verify
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How guesses are made. Hashable: a static argument of the step.
+
+    Attributes:
+        drafter: sizes of the drafter; None decodes without guesses, in the same program.
+        width: children of a node, its best ones; 1 gives a chain, None allows all candidates.
+        spine: the first so many nodes follow the greedy chain.
+        tau: temperature of the drafter's scores; larger makes bushier trees.
+        policy: rounding of the drafter.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    drafter: DraftConfig | None = None
+    width: int | None = None
+    spine: int = 0
+    tau: float = 1.0
+    policy: Policy = CANON_F32_PROBS
+
+    def __post_init__(self):
+        if self.width is not None and self.width < 1:
+            raise ConfigError(f"width: expected at least 1, or none for all candidates, got {self.width}")
+        if not 0 <= self.spine < MAX_ROWS:
+            raise ConfigError(f"spine: expected 0 to {MAX_ROWS - 1}, got {self.spine}")
+        if not self.tau > 0:
+            raise ConfigError(f"tau: expected a number above 0, got {self.tau}")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose stream the drafter reads, ascending."""
+        return () if self.drafter is None else tuple(sorted(set(self.drafter.target_layer_ids)))
+
+
+class SpecParams(NamedTuple):
+    """Parameters of target and drafter (None without one)."""
+
+    target: dict
+    drafter: dict | None
+
+
+class SpecState(NamedTuple):
+    """State between two steps.
+
+    Attributes:
+        cache: of the target; rows that the last step accepted are stored by the next one.
+        draft: of the drafter, one row for each position before `token`; None without one.
+        token: int32 [], the newest token, which the next step runs.
+        logprob: float32 [], its log-probability.
+        sampler: None is greedy.
+    """
+
+    cache: KernelCache
+    draft: DraftCache | None
+    token: jax.Array
+    logprob: jax.Array
+    sampler: Sampler | None
+
+
+class Emitted(NamedTuple):
+    """Tokens of one step.
+
+    Attributes:
+        tokens: int32 [16], the first `count` of them; the last one is the state's `token`.
+        logprobs: float32 [16].
+        count: int32 [], 1 to 16.
+        distinct: int32 [L], distinct experts that the rows of this step chose in each layer (D).
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    count: jax.Array
+    distinct: jax.Array
+
+
+def distinct_experts(expert_ids, config: ModelConfig) -> jax.Array:
+    """int32 [L] from ids [L, t, k]; padding rows choose none."""
+    hit = jnp.zeros((expert_ids.shape[0], config.num_local_experts), bool)
+    layer = jnp.arange(expert_ids.shape[0])[:, None]
+    return hit.at[layer, expert_ids.reshape(len(expert_ids), -1)].set(True, mode="drop").sum(-1, dtype=jnp.int32)
+
+
+def borrowed(params: SpecParams, config: ModelConfig, decode: DecodeConfig) -> Borrowed:
+    """Embedding and LM head for the drafter: its own, or the target's."""
+    target = {"embed": params.target["embed"], "lm_head": params.target["lm_head"]}
+    if uses_kernels(decode) and "lm_head" not in params.drafter:
+        target["lm_head"] = unpack_head(config, params.target["lm_head"])
+    return drafting.borrow(params.drafter, target)
+
+
+def guess(params: SpecParams, state: SpecState, *, config, decode, speculation: Speculation, num_tokens) -> Tree:
+    """The tree of 16 nodes that the next pass verifies; its root is `state.token`."""
+    drafter = speculation.drafter
+    if drafter is None:
+        return root_only(state.token, MAX_ROWS)
+    lattice = drafting.draft(params.drafter, borrowed(params, config, decode), state.draft, state.token, config=drafter,
+                             policy=speculation.policy, num_tokens=num_tokens)
+    logprobs = conditional_logprobs(lattice, speculation.tau)
+    return build_tree(state.token, lattice.tokens, logprobs, nodes=MAX_ROWS, width=speculation.width,
+                      spine=speculation.spine)
+
+
+def commit(params: SpecParams, state: SpecState, verified: Verified, path, count, speculation: Speculation) -> SpecState:
+    """The rows `path[:count]` (int32 [16]) become the next positions, in both caches; token and sampler as they were."""
+    path = jnp.maximum(path, 0)
+    draft = state.draft
+    if speculation.drafter is not None:
+        taps, wanted = speculation.taps, speculation.drafter.target_layer_ids
+        joined = jnp.concatenate([verified.taps[taps.index(i)] for i in wanted], axis=-1)
+        draft = drafting.commit_context(params.drafter, draft, joined[path], state.cache.length, count,
+                                        config=speculation.drafter, policy=speculation.policy)
+    return state._replace(cache=accept(verified.cache, path, count), draft=draft)
+
+
+def capacity(cache: KernelCache, config: ModelConfig) -> int:
+    """Positions that fit: the slots of a full layer; rings hold any number."""
+    full = [layer.keys.shape[1] for i, layer in enumerate(cache.layers) if config.window(i) is None]
+    return min(full, default=config.max_position_embeddings)
+
+
+def place(state: SpecState, config: ModelConfig, mesh) -> SpecState:
+    """The state, told to stay where `start` put it."""
+    if mesh is None:
+        return state
+    rest = lax.with_sharding_constraint(state._replace(cache=()), replicated(mesh))
+    return rest._replace(cache=keep_placement(state.cache, config, mesh))
+
+
+def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, decode: DecodeConfig,
+                speculation: Speculation, num_tokens: int | None = None, mesh=None) -> tuple[SpecState, Emitted]:
+    """Draft, verify, accept, commit: 1 to 16 new tokens.
+
+    Args:
+        params: of target (packed for `megakernel`, table form for `reference`) and drafter.
+        state: what `start` or the step before returned; donated when jitted.
+        config, decode, speculation: static.
+        num_tokens: static; ids from here on are never chosen.
+        mesh: static; where params and cache lie. The drafter runs whole on every device.
+
+    Fewer tokens come out where the cache ends; a step on a full cache is undefined, the caller counts.
+    """
+    tree = guess(params, state, config=config, decode=decode, speculation=speculation, num_tokens=num_tokens)
+    verified = verify(params.target, state.cache, tree.tokens, tree.parents, tree.num_valid, state.sampler, config=config,
+                      decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
+    accepted = acceptance.accept(tree, verified.ids)
+    count = jnp.minimum(accepted.count, jnp.maximum(capacity(state.cache, config) - state.cache.length, 1))
+    logprobs = verified.logprobs[jnp.maximum(accepted.path, 0)]
+    emitted = Emitted(accepted.emitted, logprobs, count, distinct_experts(verified.expert_ids, config))
+    state = commit(params, state, verified, accepted.path, count, speculation)
+    state = state._replace(token=accepted.emitted[count - 1], logprob=logprobs[count - 1])
+    return place(state, config, mesh), emitted
+
+
+def extend(params: SpecParams, state: SpecState, tokens_t, count, *, config: ModelConfig, decode: DecodeConfig,
+           speculation: Speculation, num_tokens: int | None = None, mesh=None) -> SpecState:
+    """Prompt tokens (int32 [16], the first `count`) after the cached ones; `token` becomes the choice after the last."""
+    verified = verify(params.target, state.cache, tokens_t, chain(MAX_ROWS), count, state.sampler, config=config,
+                      decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
+    state = commit(params, state, verified, jnp.arange(MAX_ROWS), count, speculation)
+    return place(state._replace(token=verified.ids[count - 1], logprob=verified.logprobs[count - 1]), config, mesh)
+
+
+class Run(NamedTuple):
+    """What `run_steps` generated.
+
+    Attributes:
+        tokens: int32 [room], the first `count` of them.
+        logprobs: float32 [room].
+        count: int32 [], tokens, a stop id included.
+        steps: int32 [], verification passes.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    count: jax.Array
+    steps: jax.Array
+
+
+def run_steps(params: SpecParams, state: SpecState, limit, *, room: int, stop_ids: tuple[int, ...],
+              config: ModelConfig, decode: DecodeConfig, speculation: Speculation, num_tokens: int | None = None,
+              mesh=None) -> tuple[SpecState, Run]:
+    """Steps until a stop id or `limit` tokens, without the host in between. The state's token is the first one emitted.
+
+    Args:
+        limit: int32 [], at most `room`, a static size.
+    """
+    step = partial(decode_step, config=config, decode=decode, speculation=speculation, num_tokens=num_tokens, mesh=mesh)
+    stops = jnp.asarray(stop_ids, jnp.int32)
+    index = jnp.arange(MAX_ROWS)
+
+    def put(array, values, begin, count):
+        return array.at[jnp.where(index < count, begin + index, room)].set(values, mode="drop")
+
+    def body(carry):
+        state, run, _ = carry
+        state, emitted = step(params, state)
+        kept, done = acceptance.truncate(emitted.tokens, emitted.count, stops, limit - run.count)
+        run = Run(put(run.tokens, emitted.tokens, run.count, kept), put(run.logprobs, emitted.logprobs, run.count, kept),
+                  run.count + kept, run.steps + 1)
+        return state, run, done
+
+    run = Run(jnp.zeros(room, jnp.int32).at[0].set(state.token), jnp.zeros(room, jnp.float32).at[0].set(state.logprob),
+              jnp.int32(1), jnp.int32(0))
+    done = (stops == state.token).any() | (limit <= 1)
+    state, run, _ = lax.while_loop(lambda carry: ~carry[2], body, (state, run, done))
+    return state, run
+
+
+_STATIC = ("config", "decode", "speculation", "num_tokens", "mesh")
+jit_decode_step = jax.jit(decode_step, static_argnames=_STATIC, donate_argnames="state")
+jit_extend = jax.jit(extend, static_argnames=_STATIC, donate_argnames="state")
+jit_run_steps = jax.jit(run_steps, static_argnames=(*_STATIC, "room", "stop_ids"), donate_argnames="state")
+
+
+def cache_dtype(decode: DecodeConfig, platform: str):
+    """dtype of the target's cache: bfloat16 for the kernels, else as the policy stores."""
+    return jnp.bfloat16 if uses_kernels(decode) else storage_dtype(decode.policy, platform)
+
+
+def start(params: SpecParams, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None, *,
+          config: ModelConfig, decode: DecodeConfig, speculation: Speculation, num_tokens: int | None = None,
+          mesh=None) -> SpecState:
+    """Runs a prompt, 16 rows a pass, through target and drafter and chooses the first token.
+
+    Args:
+        max_length: positions to allocate; prompt and generated tokens must fit.
+
+    Raises:
+        ConfigError: an empty prompt, an id outside the vocabulary, or more tokens than max_length.
+    """
+    ids = check_tokens(config, tokens)
+    if len(ids) > max_length:
+        raise ConfigError(f"prompt: expected at most {max_length} tokens (max_length), got {len(ids)}")
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    draft = None
+    if speculation.drafter is not None:
+        dtype = storage_dtype(speculation.policy, platform)
+        draft = drafting.init_cache(speculation.drafter, dtype, max_length)
+    state = SpecState(init_cache(config, max_length, mesh, cache_dtype(decode, platform)), draft, jnp.int32(0),
+                      jnp.float32(0), Sampler.of(sampling or Sampling()))
+    if mesh is not None:
+        state = jax.device_put(state._replace(cache=()), replicated(mesh))._replace(cache=state.cache)
+    for begin in range(0, len(ids), MAX_ROWS):
+        part = ids[begin:begin + MAX_ROWS]
+        padded = jnp.asarray(np.pad(part, (0, MAX_ROWS - len(part))))
+        state = jit_extend(params, state, padded, jnp.int32(len(part)), config=config, decode=decode,
+                           speculation=speculation, num_tokens=num_tokens, mesh=mesh)
+    return state
