@@ -81,8 +81,8 @@ def plan_length(model: Model, prompt: Sequence[int], max_new_tokens: int) -> int
 
 def steps(model: Model, prompt: Sequence[int], sampling: Sampling | None = None, *, max_new_tokens: int = 256,
           stop_ids: Sequence[int] | None = None) -> Iterator[StepTokens]:
-    """Yields what each step emitted: first the token that the prompt led to, then step by step. A stop id ends it and is
-    part of it. Checks its arguments before compiling.
+    """Yields what each step emitted: first the token that the prompt led to, then step by step. A stop id ends it, and
+    is part of it. Checks its arguments before compiling.
 
     Raises:
         ConfigError: as `plan_length`, at the call, not at the first token.

@@ -24,7 +24,7 @@ from musejax.sampling import Sampling
 from musejax.sharding import make_mesh, replicated
 from musejax.speculation import step as speculative
 from musejax.speculation.params import load_drafter
-from musejax.speculation.step import Emitted, Speculation, SpecParams, SpecState
+from musejax.speculation.step import Emitted, SpecParams, SpecState, Speculation
 from musejax.tokenizer import GenerationDefaults, Tokenizer, read_generation_config
 
 

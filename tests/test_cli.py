@@ -157,7 +157,7 @@ def test_chat_without_an_answer(run, engine, folder):
 
 def test_json(run, engine, folder):
     code, out, _ = run("generate", folder, "--prompt", "a", "--json", "--seed", "7", "--temperature", "0.5",
-                         "--policy", "exact", "--combine", "flat", "--stop", "4")
+                         "--policy", "exact", "--combine", "flat", "--stop", "4", "--implementation", "reference")
     result = json.loads(out)
     ids = TOKENIZER.encode("It is 4", bos=False, parse_special=False)
     assert code == 0 and out.count("\n") == 1

@@ -20,8 +20,8 @@ class Rows(NamedTuple):
     Attributes:
         positions: int32 [t], absolute position of each row, ascending unless they are a tree.
         num_valid: int32 [], rows before it are real, the others padding.
-        ancestors: bool [t, t], of a tree of guesses: row i sees row j (its ancestors and itself); None for a chain. Rows
-            of a tree are not stored: they come back in place of the cache, and an accepted path is stored later.
+        ancestors: bool [t, t], of a tree of guesses: row i sees row j (its ancestors and itself); None for a chain.
+            Rows of a tree are not stored: they come back in place of the cache, and an accepted path is stored later.
     """
 
     positions: jax.Array

@@ -99,12 +99,14 @@ class Emitted(NamedTuple):
         tokens: int32 [16], the first `count` of them; the last one is the state's `token`.
         logprobs: float32 [16].
         count: int32 [], 1 to 16.
+        stream: float32 [16, d], what each was chosen from: the residual stream of the row before it.
         distinct: int32 [L], distinct experts that the rows of this step chose in each layer (D).
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     count: jax.Array
+    stream: jax.Array
     distinct: jax.Array
 
 
@@ -135,8 +137,9 @@ def guess(params: SpecParams, state: SpecState, *, config, decode, speculation: 
                       spine=speculation.spine)
 
 
-def commit(params: SpecParams, state: SpecState, verified: Verified, path, count, speculation: Speculation) -> SpecState:
-    """The rows `path[:count]` (int32 [16]) become the next positions, in both caches; token and sampler as they were."""
+def commit(params: SpecParams, state: SpecState, verified: Verified, path, count,
+           speculation: Speculation) -> SpecState:
+    """The rows `path[:count]` (int32 [16]) become the next positions, in both caches; token and sampler stay."""
     path = jnp.maximum(path, 0)
     draft = state.draft
     if speculation.drafter is not None:
@@ -175,12 +178,14 @@ def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, de
     Fewer tokens come out where the cache ends; a step on a full cache is undefined, the caller counts.
     """
     tree = guess(params, state, config=config, decode=decode, speculation=speculation, num_tokens=num_tokens)
-    verified = verify(params.target, state.cache, tree.tokens, tree.parents, tree.num_valid, state.sampler, config=config,
-                      decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
+    verified = verify(params.target, state.cache, tree.tokens, tree.parents, tree.num_valid, state.sampler,
+                      config=config, decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
     accepted = acceptance.accept(tree, verified.ids)
     count = jnp.minimum(accepted.count, jnp.maximum(capacity(state.cache, config) - state.cache.length, 1))
-    logprobs = verified.logprobs[jnp.maximum(accepted.path, 0)]
-    emitted = Emitted(accepted.emitted, logprobs, count, distinct_experts(verified.expert_ids, config))
+    path = jnp.maximum(accepted.path, 0)
+    logprobs = verified.logprobs[path]
+    emitted = Emitted(accepted.emitted, logprobs, count, verified.stream[path],
+                      distinct_experts(verified.expert_ids, config))
     state = commit(params, state, verified, accepted.path, count, speculation)
     state = state._replace(token=accepted.emitted[count - 1], logprob=logprobs[count - 1])
     return place(state, config, mesh), emitted
@@ -188,7 +193,7 @@ def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, de
 
 def extend(params: SpecParams, state: SpecState, tokens_t, count, *, config: ModelConfig, decode: DecodeConfig,
            speculation: Speculation, num_tokens: int | None = None, mesh=None) -> SpecState:
-    """Prompt tokens (int32 [16], the first `count`) after the cached ones; `token` becomes the choice after the last."""
+    """Prompt tokens (int32 [16], the first `count`) after the cached ones; `token` is the choice after the last."""
     verified = verify(params.target, state.cache, tokens_t, chain(MAX_ROWS), count, state.sampler, config=config,
                       decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
     state = commit(params, state, verified, jnp.arange(MAX_ROWS), count, speculation)
@@ -230,8 +235,8 @@ def run_steps(params: SpecParams, state: SpecState, limit, *, room: int, stop_id
         state, run, _ = carry
         state, emitted = step(params, state)
         kept, done = acceptance.truncate(emitted.tokens, emitted.count, stops, limit - run.count)
-        run = Run(put(run.tokens, emitted.tokens, run.count, kept), put(run.logprobs, emitted.logprobs, run.count, kept),
-                  run.count + kept, run.steps + 1)
+        run = Run(put(run.tokens, emitted.tokens, run.count, kept),
+                  put(run.logprobs, emitted.logprobs, run.count, kept), run.count + kept, run.steps + 1)
         return state, run, done
 
     run = Run(jnp.zeros(room, jnp.int32).at[0].set(state.token), jnp.zeros(room, jnp.float32).at[0].set(state.logprob),

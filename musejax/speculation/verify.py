@@ -22,6 +22,7 @@ class Verified(NamedTuple):
     Attributes:
         ids: int32 [t], the token after each row, greedy or sampled at the row's own position.
         logprobs: float32 [t], their log-probabilities.
+        stream: float32 [t, d], residual stream after the last layer: what the token was chosen from.
         taps: float32 [n, t, d], residual stream after the layers asked for.
         expert_ids: int32 [L, t, k], experts chosen; the number of experts in padding rows.
         cache: with the rows in flight; accept some of them before the next pass.
@@ -29,6 +30,7 @@ class Verified(NamedTuple):
 
     ids: jax.Array
     logprobs: jax.Array
+    stream: jax.Array
     taps: jax.Array
     expert_ids: jax.Array
     cache: KernelCache
@@ -72,9 +74,9 @@ def verify(params: dict, cache: KernelCache, tokens_t, parents_t, num_valid, sam
                                taps=taps)
         ids, logprobs = kernels.choose(params, out.stream, positions, sampler, config=config, decode=decode,
                                        num_tokens=num_tokens, mesh=mesh)
-        return Verified(ids, logprobs, out.taps, out.expert_ids, out.cache)
+        return Verified(ids, logprobs, out.stream, out.taps, out.expert_ids, out.cache)
     stream, tapped, expert_ids, cache = _reference_pass(params, cache, tokens_t, parents_t, num_valid, config, decode,
                                                         taps)
     raw = fwd.raw_logits(params, stream, config, decode)
     ids, logprobs = choose(raw, fwd.softcap(raw, config), positions, sampler, num_tokens=num_tokens)
-    return Verified(ids, logprobs, tapped, expert_ids, cache)
+    return Verified(ids, logprobs, stream, tapped, expert_ids, cache)
