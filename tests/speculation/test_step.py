@@ -21,7 +21,7 @@ from musejax.speculation import accept as acceptance
 from musejax.speculation import step as speculative
 from musejax.speculation.config import NANO_DRAFTER
 from musejax.speculation.params import init_params
-from musejax.speculation.step import Speculation, SpecParams
+from musejax.speculation.step import SpecParams, Speculation
 from musejax.speculation.tree import Tree
 
 CONFIG = dataclasses.replace(MINI, num_hidden_layers=4, layer_types=(), layer_rope_theta=(), sliding_window=8)
