@@ -117,6 +117,30 @@ def steps(model: Model, prompt: Sequence[int], sampling: Sampling | None = None,
     return run()
 
 
+def whole_run(model: Model, prompt: Sequence[int], sampling: Sampling | None = None, *, max_new_tokens: int = 256,
+              stop_ids: Sequence[int] | None = None) -> Iterator[StepTokens]:
+    """As `steps`, with all of them in one program on the device. What came out is yielded afterwards: the prompt's
+    token, then the rest in as many parts as there were steps (which tokens a step brought is not kept).
+
+    Raises:
+        ConfigError: as `plan_length`, at the call.
+    """
+    count = plan_length(model, prompt, max_new_tokens)
+    stops = tuple(model.defaults.stop_ids if stop_ids is None else stop_ids)
+
+    def run():
+        room = min(count + MAX_ROWS, model.config.max_position_embeddings - len(prompt))
+        state = model.start_speculative(prompt, cache_length(model.config, len(prompt) + room), sampling)
+        out = model.run_speculative(state, count, stops)
+        tokens, logprobs = (np.asarray(x)[:int(out.count)].tolist() for x in (out.tokens, out.logprobs))
+        yield StepTokens(tokens[:1], logprobs[:1])
+        for part in np.array_split(np.arange(1, len(tokens)), int(out.steps) or 1):
+            if part.size:
+                yield StepTokens([tokens[i] for i in part], [logprobs[i] for i in part])
+
+    return run()
+
+
 def stream(model: Model, prompt: Sequence[int], sampling: Sampling | None = None, *, max_new_tokens: int = 256,
            stop_ids: Sequence[int] | None = None) -> Iterator[StreamToken]:
     """Yields generated tokens; the last one may be a stop id. Checks its arguments before compiling.
@@ -133,15 +157,18 @@ def stream(model: Model, prompt: Sequence[int], sampling: Sampling | None = None
 
 
 def generate(model: Model, prompt: str | Sequence[int], sampling: Sampling | None = None, *,
-             max_new_tokens: int = 256, stop: Sequence[str] = (), stop_ids: Sequence[int] | None = None) -> Generation:
+             max_new_tokens: int = 256, stop: Sequence[str] = (), stop_ids: Sequence[int] | None = None,
+             on_device: bool = False) -> Generation:
     """A whole answer.
 
     Args:
         prompt: text (encoded with BOS first; special tokens in it stay plain text) or token ids.
         stop: strings that end the text and are not part of it.
+        on_device: run all steps in one `lax.while_loop`, without the host in between; the same tokens. Not with `stop`.
 
     Raises:
-        ConfigError: empty or too long prompt, text without a tokenizer, an option outside its range.
+        ConfigError: empty or too long prompt, text without a tokenizer, an option outside its range, `on_device` with
+            stop strings.
         ValueError: an empty stop string.
     """
     if isinstance(prompt, str):
@@ -162,7 +189,10 @@ def generate(model: Model, prompt: str | Sequence[int], sampling: Sampling | Non
             first = first if passes else time.perf_counter()
             yield from (StreamToken(*token) for token in zip(step.tokens, step.logprobs, strict=True))
 
-    source = steps(model, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    if on_device and stop:
+        raise ConfigError("on_device: expected no stop strings, which only the host can look for; use stop_ids")
+    run = whole_run if on_device else steps
+    source = run(model, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     text = TextStream(timed(source), model.tokenizer, stop_ids=stop_ids, stop=stop)
     for _ in text:
         pass

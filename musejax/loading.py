@@ -24,7 +24,7 @@ from musejax.sampling import Sampling
 from musejax.sharding import make_mesh, replicated
 from musejax.speculation import step as speculative
 from musejax.speculation.params import load_drafter
-from musejax.speculation.step import Emitted, SpecParams, SpecState, Speculation
+from musejax.speculation.step import Emitted, Run, SpecParams, SpecState, Speculation
 from musejax.tokenizer import GenerationDefaults, Tokenizer, read_generation_config
 
 
@@ -92,6 +92,15 @@ class Model:
                                            num_tokens=self.num_tokens, mesh=self.mesh)
 
 
+    def run_speculative(self, state: SpecState, limit: int, stop_ids: tuple[int, ...] = ()) -> Run:
+        """Steps until a stop id or `limit` tokens, the state's own included, in one program; the state is used up."""
+        room = -(-limit // 64) * 64  # few sizes, few compilations
+        _, run = speculative.jit_run_steps(SpecParams(self.params, self.drafter), state, jnp.int32(limit), room=room,
+                                           stop_ids=stop_ids, config=self.config, decode=self.decode,
+                                           speculation=self.speculation, num_tokens=self.num_tokens, mesh=self.mesh)
+        return run
+
+
 def load(path: str | Path | None = None, *, devices: int | list | None = None, overlay: Sequence[str | Path] = (),
          decode: DecodeConfig | None = None, progress: bool = False, drafter: str | Path | None = None,
          speculation: Speculation | None = None) -> Model:
@@ -123,6 +132,9 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
     if drafter is not None:
         drafter_config, drafter_params = load_drafter(drafter, config, device=replicated(mesh))
     speculation = replace(speculation or Speculation(), drafter=drafter_config)
+    if drafter_params is not None:
+        dtype = storage_dtype(speculation.policy, platform)
+        drafter_params = jax.tree.map(lambda x: x.astype(dtype), drafter_params)
     tokenizer, defaults = Tokenizer.find(path), read_generation_config(path)
     if not defaults.stop_ids and tokenizer is not None:
         defaults = replace(defaults, stop_ids=tokenizer.stop_ids)

@@ -505,8 +505,11 @@ def test_sigint_while_decoding(endless):
 
 def test_second_sigint_leaves_at_once(endless):
     process = interruptible("generate", endless, *ENDLESS, JAX_LOG_COMPILES="1")
-    while "Compiling" not in process.stderr.readline():
-        pass
+    read = line = process.stderr.readline()
+    while "Compiling" not in line:
+        line = process.stderr.readline()
+        assert line, read  # the process has ended
+        read += line
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from musejax.checkpoint import convert
 from musejax.config import ConfigError, DecodeConfig
 from musejax.ffi import library
 from musejax.packing import unpack_params
-from musejax.parity import Difference, difference, located
+from musejax.parity import Difference, checks, difference, injections, located
 from musejax.paths import nano_path
 
 SHORT = {"combine": ["ep(8)"], "tokens": 2, "devices": [1, 2]}
@@ -109,7 +109,7 @@ def test_nvfp4_experts_pass(shared, activations):
 
 def test_threads_and_instruction_sets(nano, base, monkeypatch):
     lib = library("cpu")
-    monkeypatch.setattr(parity, "INSTRUCTION_SETS", (*parity.INSTRUCTION_SETS, "sve"))
+    monkeypatch.setattr(checks, "INSTRUCTION_SETS", (*checks.INSTRUCTION_SETS, "sve"))
     before = lib.isa(), lib.threads()
     rows = list(parity.check_machine(*nano, base))
     assert (lib.isa(), lib.threads()) == before
@@ -175,18 +175,18 @@ def test_the_other_order_of_sums_is_of_the_same_values(nano):
     run = [score.logprobs(p, bench.prompt, config=bench.config, decode=decode) for p in (bench.here, there)]
     assert (run[0] != run[1]).any()
     assert np.median(np.abs(run[0] - run[1])) < 2.0**-6
-    twice = parity._other_k_order(bench.config, unpack_params(there, bench.config))
+    twice = injections._other_k_order(bench.config, unpack_params(there, bench.config))
     for a, b in zip(jax.tree.leaves(twice), jax.tree.leaves(unpack_params(bench.here, bench.config)), strict=True):
         assert_same_bits(a, b)
 
 
 def test_a_row_that_depends_on_others_fails(nano, monkeypatch):
-    alone = parity.rows_alone
+    alone = checks.rows_alone
 
     def wrong(side, cache, guesses, parents, trace=False):
         return alone(side, cache, np.where(np.arange(len(guesses)) == 3, guesses[0], guesses), parents, trace)
 
-    monkeypatch.setattr(parity, "rows_alone", wrong)
+    monkeypatch.setattr(checks, "rows_alone", wrong)
     row = next(parity.check_rows(replace(nano[0], quick=True), nano[1]))
     assert not row.passed and row.difference.what == "expert ids of 8 rows after 63 positions"
     assert row.difference.index[0] == 3 and (row.difference.layer, row.difference.row) == (-1, 3)

@@ -27,6 +27,8 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace musejax {
 
 inline constexpr int64_t kSlices = 8;      // every split dimension has this many slices, whatever the device count
@@ -39,10 +41,10 @@ inline constexpr int64_t kScaleBias = 10;  // E5M3 exponent field = exponent of 
 // ---- the order of sums over K ----
 inline constexpr int64_t kChunk = 1024;  // bf16 and f32: chunks of min(K, 1024), ascending,
 inline constexpr int64_t kRanges = 8;    // each the sum of 8 ranges, ascending
-constexpr int64_t Chunk(int64_t k) { return k < kChunk ? k : kChunk; }
-constexpr int64_t Range(int64_t k) { return Chunk(k) / kRanges; }
+MUSEJAX_FN constexpr int64_t Chunk(int64_t k) { return k < kChunk ? k : kChunk; }
+MUSEJAX_FN constexpr int64_t Range(int64_t k) { return Chunk(k) / kRanges; }
 // NVFP4: 8 ranges of K, or ranges of 64 where those would cut a tile.
-constexpr int64_t Nvfp4Range(int64_t k) { return k % (kRanges * 64) == 0 ? k / kRanges : 64; }
+MUSEJAX_FN constexpr int64_t Nvfp4Range(int64_t k) { return k % (kRanges * 64) == 0 ? k / kRanges : 64; }
 
 // ---- other constants of order ----
 inline constexpr int64_t kLeaf = 64;        // columns of one leaf of a sum of squares
@@ -54,27 +56,27 @@ inline constexpr int64_t kKeyGroup = 1024;  // of a group; all aligned to absolu
 struct Shape {
   int64_t hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts;
 
-  constexpr int64_t heads_slice() const { return heads / kSlices; }
-  constexpr int64_t kv_slice() const { return kv_heads / kSlices; }
-  constexpr int64_t hidden_slice() const { return hidden / kSlices; }
-  constexpr int64_t moe_slice() const { return moe_hidden / kSlices; }
-  constexpr int64_t inner_slice() const { return moe_inner / kSlices; }
-  constexpr int64_t experts_slice() const { return experts / kSlices; }
-  constexpr int64_t q_width() const { return heads * head_dim; }
-  constexpr int64_t qkvg_rows() const {
+  MUSEJAX_FN constexpr int64_t heads_slice() const { return heads / kSlices; }
+  MUSEJAX_FN constexpr int64_t kv_slice() const { return kv_heads / kSlices; }
+  MUSEJAX_FN constexpr int64_t hidden_slice() const { return hidden / kSlices; }
+  MUSEJAX_FN constexpr int64_t moe_slice() const { return moe_hidden / kSlices; }
+  MUSEJAX_FN constexpr int64_t inner_slice() const { return moe_inner / kSlices; }
+  MUSEJAX_FN constexpr int64_t experts_slice() const { return experts / kSlices; }
+  MUSEJAX_FN constexpr int64_t q_width() const { return heads * head_dim; }
+  MUSEJAX_FN constexpr int64_t qkvg_rows() const {
     return 2 * (heads_slice() + kv_slice()) * head_dim;
   }  // q, k, v, gate of a slice
 };
 
-constexpr int64_t Padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-constexpr int64_t Bf16Bytes(int64_t rows, int64_t k) { return Padded(rows, kTile) * k * 2; }
-constexpr int64_t Nvfp4TileBytes(int64_t k) { return k / 64 * (512 + 64); }
-constexpr int64_t Nvfp4Bytes(int64_t rows, int64_t k) { return rows / kTile * Nvfp4TileBytes(k); }
+MUSEJAX_FN constexpr int64_t Padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+MUSEJAX_FN constexpr int64_t Bf16Bytes(int64_t rows, int64_t k) { return Padded(rows, kTile) * k * 2; }
+MUSEJAX_FN constexpr int64_t Nvfp4TileBytes(int64_t k) { return k / 64 * (512 + 64); }
+MUSEJAX_FN constexpr int64_t Nvfp4Bytes(int64_t rows, int64_t k) { return rows / kTile * Nvfp4TileBytes(k); }
 
 // Byte offsets in one slice, in the order of use after the layer's attention; `qkvg` is used by the launch before.
 struct DenseLayout {
   int64_t qkvg, out, pooler, router, unpooler, bytes;
-  explicit constexpr DenseLayout(const Shape& s)
+  MUSEJAX_FN explicit constexpr DenseLayout(const Shape& s)
       : qkvg(0),
         out(qkvg + Padded(Bf16Bytes(s.qkvg_rows(), s.hidden), kAlign)),
         pooler(out + Padded(Bf16Bytes(s.hidden_slice(), s.q_width()), kAlign)),
@@ -86,7 +88,7 @@ struct DenseLayout {
 // Byte offsets in one slice of one expert.
 struct ExpertLayout {
   int64_t gate_up, down, bytes;
-  constexpr ExpertLayout(const Shape& s, bool nvfp4)
+  MUSEJAX_FN constexpr ExpertLayout(const Shape& s, bool nvfp4)
       : gate_up(0),
         down(
             Padded(nvfp4 ? Nvfp4Bytes(2 * s.inner_slice(), s.moe_hidden) : Bf16Bytes(2 * s.inner_slice(), s.moe_hidden),
@@ -99,7 +101,7 @@ struct ExpertLayout {
 struct SmallLayout {
   int64_t input_norm, attention_residual_gate, ffn_norm, expert_norm, post_expert_norm, post_ffn_norm,
       ffn_residual_gate, router_bias, gate_up_global, down_global, gate_up_input_scale, down_input_scale, count;
-  constexpr SmallLayout(const Shape& s, bool nvfp4)
+  MUSEJAX_FN constexpr SmallLayout(const Shape& s, bool nvfp4)
       : input_norm(0),
         attention_residual_gate(input_norm + s.hidden),
         ffn_norm(attention_residual_gate + s.hidden),
@@ -116,7 +118,7 @@ struct SmallLayout {
 };
 
 // The LM head of one slice: bf16, K-chunk-major like a dense weight, rows padded to whole tiles with zeros.
-constexpr int64_t HeadBytes(int64_t vocab, int64_t hidden) {
+MUSEJAX_FN constexpr int64_t HeadBytes(int64_t vocab, int64_t hidden) {
   return Padded(Bf16Bytes(vocab / kSlices, hidden), kAlign);
 }
 

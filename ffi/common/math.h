@@ -10,11 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__CUDACC__)
-#define MUSEJAX_FN __host__ __device__ inline
-#else
-#define MUSEJAX_FN inline
-#endif
+#include "common/host_device.h"
 
 namespace musejax {
 
