@@ -449,8 +449,12 @@ def endless(repo, tmp_path):
     for file in (repo / "checkpoints" / "nano").iterdir():
         if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
             (path / file.name).symlink_to(file)
-    (path / "generation_config.json").unlink()
+    for name in ("generation_config.json", "config.json"):
+        (path / name).unlink()
     (path / "generation_config.json").write_text('{"eos_token_id": []}')
+    config = json.loads((repo / "checkpoints" / "nano" / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 32768  # at a millisecond a token, its own 1,024 end too soon
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -464,7 +468,7 @@ def interruptible(*argv, **env):
     return process
 
 
-ENDLESS = ("--prompt-ids", "1 2 3", "--max-new-tokens", "100000")
+ENDLESS = ("--prompt-ids", "1 2 3", "--max-new-tokens", "30000")
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.3, 0.8])
