@@ -419,7 +419,7 @@ def test_help_and_version_do_not_wait_for_jax():
         assert "musejax" in out and err == ""
         assert seconds < 0.5 * max(1, os.getloadavg()[0]), "on a busy machine it takes longer"
     code = "import sys, musejax.cli as c; c.build_parser().format_help(); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
 
 
 def test_reader_that_leaves():
@@ -436,7 +436,7 @@ def test_output_that_cannot_be_written(argv):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     for redirection, message in ((">/dev/full", "output cannot be written: No space left on device"),
                                  (">&-", "standard output is closed: expected a file, a pipe or a terminal")):
-        done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code],
+        done = subprocess.run(["sh", "-c", f'"$0" -P -c "$1" {redirection}', sys.executable, code],
                               stderr=subprocess.PIPE, text=True, env=env)
         assert (done.returncode, done.stderr) == (2, f"musejax: error: {message}\n")
 
@@ -462,7 +462,7 @@ def interruptible(*argv, **env):
     """A command in its own process, which says "ready" on stdout when the console script begins."""
     code = "import sys, musejax.cli as c; print('ready', flush=True); sys.exit(c.run(sys.argv[1:]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, argv)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-P", "-c", code, *map(str, argv)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | env, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert process.stdout.readline() == "ready\n"
     return process

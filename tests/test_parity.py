@@ -245,5 +245,5 @@ def test_a_split_that_does_not_work_is_skipped(nano, base):
 def test_the_command_makes_devices():
     code = "from musejax.commands.parity import use_cpu; use_cpu(4); import jax; print(len(jax.devices()))"
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "4"

@@ -184,7 +184,7 @@ def test_no_jax():
     import subprocess
 
     code = "import sys, musejax.chat, musejax.text, musejax.tokenizer; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("config, message", [

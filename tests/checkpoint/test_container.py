@@ -51,7 +51,7 @@ def assert_restores(path, published, mesh=None, tensors=None):
 def child(code: str, *args, **options) -> subprocess.Popen:
     """Another Python that runs `code`; it sees the package under test."""
     env = os.environ | {"PYTHONPATH": str(Path(musejax.__path__[0]).parent), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], env=env, text=True, **options)
+    return subprocess.Popen([sys.executable, "-P", "-c", code, *map(str, args)], env=env, text=True, **options)
 
 
 # ------------------------------------------------------------------ the way there and back

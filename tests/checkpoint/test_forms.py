@@ -180,7 +180,7 @@ def test_memory_of_loading(published, source, tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(musejax.__path__[0]).parent), "JAX_PLATFORMS": "cpu",
                         "MALLOC_ARENA_MAX": "1"}  # holes between the allocations of many threads are not meant
     for form, path, warm in (("packed", folder, source), ("table", converted, small), ("packed", converted, small)):
-        out = subprocess.run([sys.executable, "-c", MEASURE, str(warm), str(path), form], env=env, text=True,
+        out = subprocess.run([sys.executable, "-P", "-c", MEASURE, str(warm), str(path), form], env=env, text=True,
                              capture_output=True, timeout=120, check=True).stdout
         growth, total = map(int, out.split())
         print(f"{path.name} as {form}: {growth:,} bytes for {total:,}")
