@@ -129,8 +129,8 @@ def test_with_a_drafter(gsm8k, drafter, tmp_path):
 
 def command(shared, *argv):
     environment = {**os.environ, "MUSEJAX_GSM8K": str(shared / "data")}
-    return subprocess.Popen([sys.executable, "-P", "-m", "musejax.cli", "gsm8k", *map(str, argv)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen([sys.executable, "-P", "-m", "musejax.cli", "gsm8k", *map(str, argv)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def killed_in_time(shared, path):
