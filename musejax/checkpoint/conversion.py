@@ -47,8 +47,7 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
             progress: bool = True, overwrite: bool = False) -> Path:
     """Converts a published checkpoint into a folder that `load_params` restores on 1, 2, 4 or 8 devices.
 
-    Weights are stored in the packed form. Sizes that do not pack keep the table form; those that do not even divide
-    into 8 slices then load on one device only.
+    Weights are stored in the packed form. Sizes that divide into 8 slices and do not pack keep the table form.
 
     Memory: three to four layers (one mapped from the source, one packed, one or two in write buffers), whatever the
     number of layers. Nothing is put on an accelerator.
@@ -64,8 +63,8 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
         The absolute path of `dst`.
 
     Raises:
-        CheckpointError: faults in the source, `dst` in the way, no disk space, another conversion to `dst` at work.
-            `dst` is then as it was.
+        CheckpointError: sizes that do not divide into 8 slices, faults in the source, `dst` in the way, no disk space,
+            another conversion to `dst` at work. `dst` is then as it was.
         ConfigError: the source's config cannot run.
         musejax.ffi.LibraryError: the compiled library, which defines the packed form, does not load.
     """
@@ -75,6 +74,10 @@ def convert(src: str | Path, dst: str | Path, *, overlay: Sequence[str | Path] |
         raise CheckpointError(f"{src}: expected a published checkpoint (safetensors), got a converted one")
     _check_destination(dst, overwrite)
     published = open_published(src, overlay=overlay)
+    if undivided := published.config.slice_problems():
+        raise CheckpointError(f"{src}: the sizes cannot be cut into 8 slices, so there is nothing to convert to:\n  "
+                              + "\n  ".join(undivided)
+                              + "\nLoad the published folder directly; it runs on one device.")
     problems = packing_problems(published.config)
     packed = not problems
     if problems:

@@ -114,15 +114,14 @@ def test_conversion_says_why(unpackable, tmp_path, capfd):
     assert "have no packed form, so the table form is written:\n  head_dim " in capfd.readouterr().err
 
 
-def test_one_slice(shared, tmp_path):
-    """Sizes that do not divide into 8 slices: one device."""
+def test_sizes_that_do_not_divide_are_refused(shared, tmp_path, capsys):
     source = shared / "data/hf_tiny"
-    path = convert(source, tmp_path / "out", progress=False)
-    (config, a), (_, b) = load_params(path), load_params(source)
-    for param in table(config):
-        assert_same_bits(leaf_of(a, param), leaf_of(b, param))
-    with pytest.raises(ConfigError, match="cannot be cut into 8 slices"):
-        load_params(path, mesh=make_mesh(2))
+    with pytest.raises(CheckpointError, match=r"(?s)cannot be cut into 8 slices.*num_attention_heads: expected"):
+        convert(source, tmp_path / "out", progress=False)
+    assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 2
+    assert "num_attention_heads" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    config, params = load_params(source)
+    assert leaf_of(params, table(config)[0]).shape[0] == 1  # it loads as it is, on one device
 
 
 def test_table_form_of_sizes_that_pack(unpackable, published, tmp_path, monkeypatch):
