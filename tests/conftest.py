@@ -1,5 +1,6 @@
 """Shared set-up: eight CPU devices, the installed package, the data beside the checkout."""
 
+import importlib.util
 import os
 import sys
 from importlib import metadata
@@ -57,3 +58,13 @@ def shared() -> Path:
     if not (path / "data").is_dir():
         pytest.skip(f"no test data: {path}/data is missing (set MUSEJAX_SHARED)")
     return path
+
+
+@pytest.fixture(scope="session")
+def reference(shared):
+    """The executable specification, spec/reference_numpy.py."""
+    spec = importlib.util.spec_from_file_location("reference_numpy", shared / "spec/reference_numpy.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,7 +1,5 @@
 """NVFP4 arithmetic: known values of the format, and the bits of the NumPy reference."""
 
-import importlib.util
-import sys
 from functools import partial
 
 import jax
@@ -13,16 +11,6 @@ from helpers import assert_same_bits
 from musejax import nvfp4
 
 F32 = np.float32
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    """The executable specification."""
-    spec = importlib.util.spec_from_file_location("reference_numpy", shared / "spec/reference_numpy.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 # ------------------------------------------------------------------ known values

@@ -1,8 +1,6 @@
 """`musejax quantize`: the published NVFP4 form, with the bits of the reference, from every BF16 form."""
 
-import importlib.util
 import json
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -34,15 +32,6 @@ def nano_nvfp4(tmp_path_factory):
     """-> (folder, errors)"""
     folder = tmp_path_factory.mktemp("quantised") / "nano"
     return folder, quantize(nano_path(), folder, progress=False)
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    spec = importlib.util.spec_from_file_location("reference_numpy", shared / "spec/reference_numpy.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_nano_has_the_bits_of_the_reference(nano_nvfp4, reference):

@@ -1,9 +1,7 @@
 """NVFP4 experts against the NumPy reference, which decides where bits are dropped."""
 
 import dataclasses
-import importlib.util
 import json
-import sys
 from functools import partial
 
 import jax
@@ -23,15 +21,6 @@ CONFIG = dataclasses.replace(MINI, nvfp4_layers=(0,))
 E, J = CONFIG.num_local_experts, CONFIG.num_experts_per_tok
 ROWS = 48
 MODES = {"bf16": "w4a16", "nvfp4_static": "static", "nvfp4_per_token": "per_token"}
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    spec = importlib.util.spec_from_file_location("reference_numpy", shared / "spec/reference_numpy.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
