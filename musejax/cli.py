@@ -1,8 +1,8 @@
 """The command `musejax`: argument parsing, exit codes, nothing else.
 
-Exit codes: 0 done; 1 a comparison of `check` or `parity`, or a check of `gsm8k`, failed; 2 wrong input, with one
-message on stderr; 3 some items of `gsm8k` failed; 130 interrupted by Ctrl-C; 141 the reader of the output went away.
-Modules that import JAX are imported by the subcommand that needs them, so that `--help` answers at once.
+Exit codes: 0 done; 1 a comparison of `check` or `parity`, or a check of `gsm8k` or `bench`, failed; 2 wrong input, with
+one message on stderr; 3 some items of `gsm8k` failed; 130 interrupted by Ctrl-C; 141 the reader of the output went
+away. Modules that import JAX are imported by the subcommand that needs them, so that `--help` answers at once.
 
 The console script is `run`; `main` is for callers that go on afterwards.
 """
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from musejax.bench.limits import GROUPS
 from musejax.commands import UsageError
 from musejax.commands.interrupts import INTERRUPTED, leave, leave_on_interrupt
 from musejax.gsm8k import options as gsm8k
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
   musejax convert CKPT CONVERTED                           once, so that later loads are fast
   musejax quantize CKPT NVFP4                              4-bit experts; load or convert the result
   musejax gsm8k --data DIR --limit 50 --out RUN            score the first 50 problems; --resume goes on after a kill
+  musejax bench limits --json limits.json                  bandwidths and latencies of this GPU
 """
 
 
@@ -124,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_check(commands)
     _add_parity(commands)
+    _add_bench(commands)
     gsm8k.add(commands, _number, _add_running)
     return parser
 
@@ -251,6 +254,16 @@ def _add_parity(commands) -> None:
     p.add_argument("--json", metavar="PATH", help="also write the result to a file")
 
 
+def _add_bench(commands) -> None:
+    p = commands.add_parser("bench", help="measure the GPU")
+    kinds = p.add_subparsers(title="measurements", dest="bench", required=True, metavar="MEASUREMENT")
+    p = kinds.add_parser("limits", help="bandwidths, latencies, properties of instructions", description=(
+        "Measures what the GPU can do at most and at best, and prints one line for each figure with the one that the "
+        "design counts on. Takes a minute and needs the whole GPU. Exit code 1 if a check fails."))
+    p.add_argument("--only", metavar="NAME", nargs="+", choices=GROUPS, help=f"some of {', '.join(GROUPS)}")
+    p.add_argument("--json", metavar="FILE", help="also write the result to a file")
+
+
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
@@ -266,6 +279,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from musejax.commands.info import run
     elif args.command == "parity":
         from musejax.commands.parity import run
+    elif args.command == "bench":
+        from musejax.commands.bench import run
     elif args.command == "gsm8k":
         from musejax.commands.gsm8k import run
     else:

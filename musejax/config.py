@@ -369,20 +369,21 @@ class DecodeConfig:
                               "maximum needs less than 80; use policy exact (--policy exact, or in Python "
                               "policy=musejax.numerics.EXACT)")
 
-    def kernel_problems(self, config: ModelConfig, platform: str) -> list[str]:
-        """Why `megakernel` cannot run this model so on this platform ("cpu", "gpu"), a line a reason; or empty."""
+    def kernel_problems(self, config: ModelConfig, platform: str, devices: int = 1) -> list[str]:
+        """Why `megakernel` cannot run this model so on so many devices of a platform ("cpu", "gpu"), a line a reason;
+        or empty."""
         from musejax.packing import packing_problems
 
-        out = [] if platform == "cpu" else [f"implementation: megakernel runs on the CPU, got {platform}"]
+        out = [] if platform == "cpu" else _instance_problems(config, platform, devices)
         if self.policy != CANON:
             out.append(f"policy: megakernel has the rounding points of canon, got {self.policy.name}")
         if self.experts != "hit":
             out.append(f"experts: megakernel reads the experts hit, got {self.experts}")
         return out + packing_problems(config)
 
-    def for_model(self, config: ModelConfig, platform: str | None = None) -> DecodeConfig:
+    def for_model(self, config: ModelConfig, platform: str | None = None, devices: int = 1) -> DecodeConfig:
         """This choice, with `flat` combine where the expert count cannot be cut into the owner groups, and chunks no
-        longer than the context. With a platform, `auto` implementation is decided too.
+        longer than the context. With a platform (and how many devices of it), `auto` implementation is decided too.
 
         Raises:
             ConfigError: see `check`, or `megakernel` asked for where it cannot run.
@@ -394,10 +395,29 @@ class DecodeConfig:
         result.check(config)
         if platform is None or self.implementation == "reference":
             return result
-        problems = self.kernel_problems(config, platform)
+        problems = self.kernel_problems(config, platform, devices)
         if problems and self.implementation == "megakernel":
             raise ConfigError("; ".join(problems) + "; use implementation reference")
         return replace(result, implementation="reference" if problems else "megakernel")
+
+
+def _instance_problems(config: ModelConfig, platform: str, devices: int) -> list[str]:
+    """Why a GPU cannot run the layers: they are compiled for given sizes."""
+    from musejax import ffi
+
+    if platform not in ("gpu", "cuda"):
+        return [f"implementation: megakernel runs on cpu and gpu, got {platform}"]
+    try:
+        instances = ffi.layer_instances()
+    except ffi.LibraryError as error:
+        return [f"implementation: {error}"]
+    sizes = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+             config.moe_hidden_size, config.moe_intermediate_size, config.num_local_experts,
+             config.num_experts_per_tok, NUM_SLICES // devices)
+    if sizes in instances:
+        return []
+    return ["implementation: on a GPU megakernel is compiled for given (hidden, heads, kv_heads, head_dim, moe_hidden, "
+            f"moe_inner, experts, top_k, slices a device), expected one of {instances}, got {sizes}"]
 
 
 def combine_groups(combine: str) -> int:

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ABI = 2
+ABI = 3
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
+_ALIASES = {"gpu": "cuda"}  # what JAX calls the platform of an NVIDIA GPU
 _BUILD_INFO_BYTES = 512  # kBuildInfoBytes in ffi/common/build_info.h; the handler refuses another size
 
 _loaded: dict[str, ModuleType] = {}
@@ -50,7 +51,7 @@ class BuildInfo:
 
 
 def library(platform: str = "cpu") -> ModuleType:
-    """The library of `platform` ("cpu" or "cuda"), checked, with all its targets registered.
+    """The library of `platform` ("cpu", "cuda", or "gpu" as JAX calls that), checked, with all its targets registered.
 
     The first call starts JAX's backends; call `jax.distributed.initialize` before, if at all.
 
@@ -60,8 +61,9 @@ def library(platform: str = "cpu") -> ModuleType:
             came and what to do.
         ValueError: unknown platform.
     """
+    platform = _ALIASES.get(platform, platform)
     if platform not in _MODULES:
-        raise ValueError(f"expected one of {list(_MODULES)}, got {platform!r} (argument platform)")
+        raise ValueError(f"expected one of {[*_MODULES, *_ALIASES]}, got {platform!r} (argument platform)")
     with _lock:
         if platform not in _loaded:
             module = _import(platform)
@@ -94,6 +96,16 @@ def build_info(platform: str = "cpu") -> BuildInfo:
     )
 
 
+def layer_instances() -> list[tuple[int, ...]]:
+    """The sizes for which the CUDA library has the target `musejax_layers`, compiled for each of them: (hidden, heads,
+    kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, slices), `slices` being those of one device.
+
+    Raises:
+        LibraryError: as `library`.
+    """
+    return [tuple(sizes) for sizes in library("cuda").layer_instances()]
+
+
 def _import(platform: str) -> ModuleType:
     name = _MODULES[platform]
     try:
@@ -105,8 +117,7 @@ def _import(platform: str) -> ModuleType:
 
 def _check(module: ModuleType, platform: str) -> None:
     """Refuses a library whose version or ABI number is not ours: it is left from another build."""
-    wanted = metadata.version("musejax")
-    version = module.version()
+    wanted, version = _installed_version() or module.version(), module.version()
     if version != wanted:
         age = "too old" if _release(version) < _release(wanted) else "too new"
         came = f"{version}, which is {age}"
@@ -149,11 +160,16 @@ def _register(module: ModuleType, platform: str) -> None:
             ) from error
 
 
-def _expected(name: str) -> str:
+def _installed_version() -> str | None:
+    """None in a checkout that nobody installed; a library built into it is then known by its ABI number alone."""
     try:
-        version = metadata.version("musejax")
+        return metadata.version("musejax")
     except metadata.PackageNotFoundError:
-        version = "(not installed)"
+        return None
+
+
+def _expected(name: str) -> str:
+    version = _installed_version() or "(not installed)"
     return f"expected the library {name} of musejax {version} with ABI {ABI}"
 
 

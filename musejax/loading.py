@@ -22,7 +22,9 @@ from musejax.packing import unpack_params
 from musejax.paths import nano_path
 from musejax.sampling import Sampling
 from musejax.sharding import make_mesh, replicated
+from musejax.speculation import draft_kernels
 from musejax.speculation import step as speculative
+from musejax.speculation.packing import pack_drafter, place
 from musejax.speculation.params import load_drafter
 from musejax.speculation.step import Emitted, Run, SpecParams, SpecState, Speculation
 from musejax.tokenizer import GenerationDefaults, Tokenizer, read_generation_config
@@ -38,7 +40,8 @@ class Model:
         tokenizer, chat: None if the folder has none.
         defaults: stop ids and sampling defaults of the release.
         path: where it was loaded from.
-        drafter: parameters of the drafter, on every device; None without one.
+        drafter: parameters of the drafter: packed (speculation/packing.py) and sliced over the mesh for the kernels,
+            else as published, on every device; None without one.
         speculation: how its guesses are made; `speculation.drafter` is None without one.
     """
 
@@ -112,7 +115,9 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
         overlay: folders whose tensors replace those of the same name.
         decode: how to run it; the combine order falls back to `flat` where the expert count asks for it, and
             implementation `auto` becomes `megakernel` where that can run.
-        drafter: folder of a DFlash drafter (`paths.nano_drafter_path()` for nano's); None decodes without guesses.
+        drafter: folder of a DFlash drafter (`paths.nano_drafter_path()` for nano's); None decodes without guesses. With
+            `megakernel` it runs through the kernels, split over the devices; in plain JAX, whole on each, where its
+            sizes have no packed form.
         speculation: how guesses are made (its `drafter` comes from the folder); None for the defaults.
 
     Raises:
@@ -122,22 +127,31 @@ def load(path: str | Path | None = None, *, devices: int | list | None = None, o
     mesh = make_mesh(devices)
     platform = mesh.devices.flat[0].platform
     require_checkpoint(path)
-    decode = (decode or DecodeConfig()).for_model(ModelConfig.from_folder(path), platform)
+    decode = (decode or DecodeConfig()).for_model(ModelConfig.from_folder(path), platform, mesh.size)
     form = "packed" if steps.uses_kernels(decode) else "table"
     config, params = load_params(path, mesh=mesh, overlay=overlay, progress=progress, form=form)
     if form == "table":
         dtype = storage_dtype(decode.policy, platform)
         params = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, params)
-    drafter_config, drafter_params = None, None
+    speculation, drafter_params = replace(speculation or Speculation(), drafter=None), None
     if drafter is not None:
-        drafter_config, drafter_params = load_drafter(drafter, config, device=replicated(mesh))
-    speculation = replace(speculation or Speculation(), drafter=drafter_config)
-    if drafter_params is not None:
-        dtype = storage_dtype(speculation.policy, platform)
-        drafter_params = jax.tree.map(lambda x: x.astype(dtype), drafter_params)
+        speculation, drafter_params = _load_drafter(drafter, config, decode, speculation, mesh)
     tokenizer, defaults = Tokenizer.find(path), read_generation_config(path)
     if not defaults.stop_ids and tokenizer is not None:
         defaults = replace(defaults, stop_ids=tokenizer.stop_ids)
     return Model(config=config, decode=decode, params=params, mesh=mesh, tokenizer=tokenizer,
                  chat=ChatTemplate.find(path), defaults=defaults, path=path,
                  drafter=drafter_params, speculation=speculation)
+
+
+def _load_drafter(path, config: ModelConfig, decode: DecodeConfig, speculation: Speculation,
+                  mesh: Mesh) -> tuple[Speculation, dict]:
+    """The drafter's sizes within `speculation`, and its parameters in the form in which the step runs them: packed with
+    `megakernel`, unless `draft_kernels.kernel_problems` has a reason against it; else as published, for plain JAX."""
+    device = mesh.devices.flat[0]
+    sizes, params = load_drafter(path, config, device=device)
+    speculation = replace(speculation, drafter=sizes)
+    if steps.uses_kernels(decode) and not draft_kernels.kernel_problems(sizes, speculation.policy, device.platform):
+        return speculation, place(pack_drafter(params, sizes), mesh)
+    dtype = storage_dtype(speculation.policy, device.platform)
+    return speculation, jax.device_put(jax.tree.map(lambda x: x.astype(dtype), params), replicated(mesh))

@@ -11,7 +11,9 @@ extern "C" {
 musejax::Handler MusejaxBuildInfoCpu, MusejaxLayersCpu, MusejaxAnglesCpu, MusejaxEmbedNormCpu, MusejaxAttnInCpu,
     MusejaxAttentionCpu, MusejaxAttnOutCpu, MusejaxPoolCpu, MusejaxExpertsUpCpu, MusejaxExpertsDownCpu,
     MusejaxCombineCpu, MusejaxCombinePartialsCpu, MusejaxCombineGatheredCpu, MusejaxUnpoolCpu, MusejaxAddFfnCpu,
-    MusejaxHeadCpu, MusejaxHeadSumsCpu, MusejaxLogprobCpu, MusejaxSoftcapCpu;
+    MusejaxHeadCpu, MusejaxHeadSumsCpu, MusejaxLogprobCpu, MusejaxSoftcapCpu, MusejaxDraftFcCpu, MusejaxDraftContextCpu,
+    MusejaxDraftEmbedCpu, MusejaxDraftLayersCpu, MusejaxDraftDeltaCpu, MusejaxDraftAttentionCpu, MusejaxDraftAttnOutCpu,
+    MusejaxDraftUpCpu, MusejaxDraftDownCpu, MusejaxDraftHeadCpu, MusejaxDraftLatticeCpu;
 }
 
 NB_MODULE(_cpu, m) {
@@ -35,8 +37,20 @@ NB_MODULE(_cpu, m) {
                                {"musejax_head_sums", MusejaxHeadSumsCpu},
                                {"musejax_logprob", MusejaxLogprobCpu},
                                {"musejax_softcap", MusejaxSoftcapCpu},
+                               {"musejax_draft_fc", MusejaxDraftFcCpu},
+                               {"musejax_draft_context", MusejaxDraftContextCpu},
+                               {"musejax_draft_embed", MusejaxDraftEmbedCpu},
+                               {"musejax_draft_layers", MusejaxDraftLayersCpu},
+                               {"musejax_draft_delta", MusejaxDraftDeltaCpu},
+                               {"musejax_draft_attention", MusejaxDraftAttentionCpu},
+                               {"musejax_draft_attn_out", MusejaxDraftAttnOutCpu},
+                               {"musejax_draft_up", MusejaxDraftUpCpu},
+                               {"musejax_draft_down", MusejaxDraftDownCpu},
+                               {"musejax_draft_head", MusejaxDraftHeadCpu},
+                               {"musejax_draft_lattice", MusejaxDraftLatticeCpu},
                            });
   musejax::DefineLayout(m);
+  musejax::DefineDraftLayout(m);
   m.def("set_threads", &musejax::SetThreads, nanobind::arg("n"));
   m.def("threads", &musejax::Threads);
   m.def("set_isa", [](const std::string& name) { return musejax::SelectKernels(name); }, nanobind::arg("name"));

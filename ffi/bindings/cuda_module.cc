@@ -1,12 +1,69 @@
-// Python module musejax._cuda: the CUDA handlers under the target names that both platforms share.
+// Python module musejax._cuda: the CUDA handlers under the target names that both platforms share, and the measurement
+// of the GPU's limits.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bench/limits.h"
 #include "bindings/module.h"
+#include "layer/layer.h"
 
 extern "C" {
-musejax::Handler MusejaxBuildInfoCuda;
+musejax::Handler MusejaxBuildInfoCuda, MusejaxAnglesCuda, MusejaxEmbedNormCuda, MusejaxHeadCuda, MusejaxHeadSumsCuda,
+    MusejaxLogprobCuda, MusejaxSoftcapCuda, MusejaxLayersCuda, MusejaxLayersLoopedCuda;
 }
+
+namespace {
+
+namespace nb = nanobind;
+using musejax::bench::LimitRow;
+
+// limits(device, groups) -> [{"name": "hbm.steady", ...}], the fields of LimitRow; status is ok, failed or skipped.
+nb::list Limits(int device, const std::vector<std::string>& groups) {
+  std::vector<LimitRow> rows;
+  {
+    const nb::gil_scoped_release release;
+    rows = musejax::bench::MeasureLimits(device, groups);
+  }
+  nb::list out;
+  for (const LimitRow& row : rows) {
+    constexpr const char* statuses[] = {"ok", "failed", "skipped"};
+    nb::dict fields;
+    fields["name"] = row.name, fields["what"] = row.what, fields["unit"] = row.unit;
+    fields["figure"] = row.figure, fields["low"] = row.low, fields["high"] = row.high;
+    fields["repeats"] = row.repeats, fields["design"] = row.design, fields["note"] = row.note;
+    fields["status"] = statuses[static_cast<int>(row.status)];
+    out.append(fields);
+  }
+  return out;
+}
+
+}  // namespace
 
 NB_MODULE(_cuda, m) {
   musejax::DefineModule(m, {
                                {"musejax_build_info", MusejaxBuildInfoCuda},
+                               {"musejax_angles", MusejaxAnglesCuda},
+                               {"musejax_embed_norm", MusejaxEmbedNormCuda},
+                               {"musejax_layers", MusejaxLayersCuda},
+                               {"musejax_layers_looped", MusejaxLayersLoopedCuda},
+                               {"musejax_head", MusejaxHeadCuda},
+                               {"musejax_head_sums", MusejaxHeadSumsCuda},
+                               {"musejax_logprob", MusejaxLogprobCuda},
+                               {"musejax_softcap", MusejaxSoftcapCuda},
                            });
+  // The sizes that musejax_layers is compiled for: (hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts,
+  // top_k, slices), slices being those of one device.
+  m.def("layer_instances", [] {
+    nb::list out;
+    for (const musejax::layer::Instance& i : musejax::layer::Instances())
+      out.append(nb::make_tuple(i.hidden, i.heads, i.kv_heads, i.head_dim, i.moe_hidden, i.moe_inner, i.experts,
+                                i.top_k, i.slices));
+    return out;
+  });
+  // What a wait inside a layer kernel that did not end reported, empty if none did; and going on after it.
+  m.def("layer_error", &musejax::layer::ErrorText);
+  m.def("reset_after_error", [] { return int(musejax::layer::ResetAfterError()); });
+  m.def("layer_stamps", &musejax::layer::Stamps);  // [blocks][12 warps][64 layers][32 points], flat
+  m.def("set_spin_budget", &musejax::layer::SetSpinBudget, nb::arg("ns"));
+  m.def("limits", &Limits, nb::arg("device"), nb::arg("groups"));
 }

@@ -2,6 +2,8 @@
 // the handler's error, "OPERATION: expected X, got Y (argument Z)".
 #pragma once
 
+#include <cstring>
+#include <functional>
 #include <string>
 #include <type_traits>
 
@@ -39,8 +41,15 @@ inline const char* DataTypeText(ffi::DataType type) {
 
 class Operands {
  public:
-  Operands(std::string operation, ffi::RemainingArgs args, ffi::RemainingRets rets)
-      : operation_(std::move(operation)), args_(args), rets_(rets) {}
+  // Copies an operand to a result that does not overlap it; false if that fails.
+  using Copy = std::function<bool(void* to, const void* from, size_t bytes)>;
+  static bool CopyOnHost(void* to, const void* from, size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);
+    return true;
+  }
+
+  Operands(std::string operation, ffi::RemainingArgs args, ffi::RemainingRets rets, Copy copy = CopyOnHost)
+      : operation_(std::move(operation)), args_(args), rets_(rets), copy_(std::move(copy)) {}
 
   // Size of one axis of operand `index`, to learn the number of rows or slices; 0 if there is none.
   int64_t Size(size_t index, size_t axis) const {
@@ -68,9 +77,9 @@ class Operands {
     const T* in = In<T>(name, shape);
     T* out = Out<T>(name, shape);
     if (in && out && in != out) {
-      int64_t n = 1;
-      for (int64_t d : shape) n *= d;
-      std::copy_n(in, n, out);
+      size_t bytes = sizeof(T);
+      for (int64_t d : shape) bytes *= size_t(d);
+      if (!copy_(out, in, bytes)) return Fail<T>(Mismatch(operation_, name, "a copy", "a failure of the device"));
     }
     return out;
   }
@@ -108,6 +117,7 @@ class Operands {
   std::string operation_, error_;
   ffi::RemainingArgs args_;
   ffi::RemainingRets rets_;
+  Copy copy_;
   size_t next_arg_ = 0, next_ret_ = 0;
 };
 

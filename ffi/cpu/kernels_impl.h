@@ -3,28 +3,19 @@
 // by fmaf, then lanes i and i + 8, i + 4, i + 2 (and i + 1) of one row.
 #include "common/layout.h"
 #include "cpu/kernels.h"
-#include "cpu/simd.h"
+#include "cpu/reduce.h"
 
 namespace musejax::MUSEJAX_ISA {
 namespace {
 
-// Lane 4 k + 0, 1, 2, 3 of the reduced vector holds rows k, k + 8, k + 4, k + 12; resp. k, k + 4, k + 8, k + 12.
+// Lane 4 k + 0, 1, 2, 3 of the reduced vector holds rows k, k + 8, k + 4, k + 12.
 constexpr int32_t kRows8[16] = {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15};
-constexpr int32_t kRows16[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 // acc[g]: lane 4 t + register. -> lane = tile row.
 inline F16 ReduceTile(const F16* acc) {
   F16 half[2];
   for (int i = 0; i < 2; ++i) half[i] = Pair4(Pair8(acc[4 * i], acc[4 * i + 1]), Pair8(acc[4 * i + 2], acc[4 * i + 3]));
   return Permute(Pair2(half[0], half[1]), kRows8);
-}
-
-// -> lane i = sum of all lanes of acc[i].
-inline F16 ReduceLanes(const F16* acc) {
-  F16 quarter[4];
-  for (int i = 0; i < 4; ++i)
-    quarter[i] = Pair4(Pair8(acc[4 * i], acc[4 * i + 1]), Pair8(acc[4 * i + 2], acc[4 * i + 3]));
-  return Permute(Pair1(Pair2(quarter[0], quarter[1]), Pair2(quarter[2], quarter[3])), kRows16);
 }
 
 template <int N>
@@ -172,21 +163,6 @@ void Router(const float* w, int64_t rows, int64_t k, const float* x, float* out)
     memcpy(out + first, sums, 4 * count);
   }
 }
-
-// Numerators of one head, c values, and the denominator behind them.
-template <int C>
-struct Weighted {
-  F16 value[C / 16];
-  float weight;
-  void Clear() {
-    for (F16& v : value) v = Zero();
-    weight = 0.0f;
-  }
-  void operator+=(const Weighted& other) {
-    for (int i = 0; i < C / 16; ++i) value[i] = Add(value[i], other.value[i]);
-    weight += other.weight;
-  }
-};
 
 template <int C>
 void AttendOf(const float* q, int heads, float scale, const Keys& see, float* out) {

@@ -11,23 +11,12 @@
 #include <vector>
 
 #include "common/layout.h"
+#include "common/model.h"
 #include "cpu/kernels.h"
 
 namespace musejax {
 
 using bf16 = uint16_t;
-
-enum class Activations : int64_t { kBf16 = 0, kStatic = 1, kPerToken = 2 };
-
-// Sizes and constants of a model, and how experts are run; decoded from the attribute `model`.
-struct Model {
-  Shape shape;
-  int64_t top_k, vocab;
-  float rms_eps, post_eps, route_eps, attention_scale, output_multiplier, softcap, gate_temperature, gate_floor,
-      routed_scale;
-  int64_t combine_groups;  // 0: flat; R: ep(R)
-  Activations activations;
-};
 
 // Weights of a layer as one device holds them: from its first slice (and first expert) on.
 struct LayerWeights {

@@ -149,7 +149,7 @@ def prepare(args: Namespace, folder: RunFolder | None = None) -> Plan:
     if args.combine is not None:
         decode.check(model)  # what was asked for; `for_model` would quietly take another order
     mesh = make_mesh(args.devices)
-    decode = decode.for_model(model, mesh.devices.flat[0].platform)
+    decode = decode.for_model(model, mesh.devices.flat[0].platform, mesh.size)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     scorers = profile.scorers if args.scorers is None else args.scorers
     files = [d for d in (data, shots.data) if d is not None]

@@ -3,7 +3,8 @@
 All functions are pure and have fixed shapes, so they can be jitted or traced into a larger step; config and policy are
 static. Section numbers are those of dflash2.md. Two kinds of numbers, by the policy (musejax/numerics.py): `exact` is
 float32 throughout; a policy that rounds does so at DRAFT_POINTS, the dtypes of the table in section 3. A drafter only
-decides which tokens are verified, so no bits are promised.
+decides which tokens are verified, so no bits are promised here. `draft_kernels` is the same pass through the compiled
+kernels, with bits promised; this one trains drafters and runs where the kernels do not.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class DraftCache(NamedTuple):
     It holds if the last min(length, sliding_window - 1) positions were all committed; older ones are not seen.
 
     Attributes:
-        keys: [l, p, k, c], after head norm and rotation; bfloat16, or float32 for policy `exact` and on CPUs.
-        values: [l, p, k, c].
+        keys: [l, p, k, c], after head norm and rotation; bfloat16, or float32 for policy `exact` and on CPUs. For the
+            kernels bfloat16 [l, k, p, c] (`draft_kernels.init_cache`).
+        values: of the same shape and dtype.
         length: int32 [], positions committed; also the position of the anchor.
     """
 

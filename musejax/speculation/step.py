@@ -26,8 +26,10 @@ from musejax.sampling import Sampler, Sampling
 from musejax.sharding import replicated
 from musejax.speculation import accept as acceptance
 from musejax.speculation import draft as drafting
+from musejax.speculation import draft_kernels
 from musejax.speculation.config import DraftConfig
 from musejax.speculation.draft import Borrowed, DraftCache
+from musejax.speculation.packing import is_packed
 from musejax.speculation.tree import Tree, build_tree, conditional_logprobs, root_only
 from musejax.speculation.verify import Verified, verify
 
@@ -41,7 +43,7 @@ class Speculation:
         width: children of a node, its best ones; 1 gives a chain, None allows all candidates.
         spine: the first so many nodes follow the greedy chain.
         tau: temperature of the drafter's scores; larger makes bushier trees.
-        policy: rounding of the drafter.
+        policy: rounding of the drafter; a packed drafter has `draft_kernels.POLICY` only.
 
     Raises:
         ConfigError: a value outside its range.
@@ -68,10 +70,20 @@ class Speculation:
 
 
 class SpecParams(NamedTuple):
-    """Parameters of target and drafter (None without one)."""
+    """Parameters of target and drafter.
+
+    Attributes:
+        target: packed for `megakernel`, in table form for `reference`.
+        drafter: packed (speculation/packing.py) for the kernels, which a packed target goes with; in the public layout
+            for plain JAX, with any target; None without one.
+    """
 
     target: dict
     drafter: dict | None
+
+    @property
+    def packed_drafter(self) -> bool:
+        return self.drafter is not None and is_packed(self.drafter)
 
 
 class SpecState(NamedTuple):
@@ -79,7 +91,8 @@ class SpecState(NamedTuple):
 
     Attributes:
         cache: of the target; rows that the last step accepted are stored by the next one.
-        draft: of the drafter, one row for each position before `token`; None without one.
+        draft: of the drafter, one row for each position before `token`, made by `draft_kernels.init_cache` for a packed
+            drafter and by `draft.init_cache` for another; None without one.
         token: int32 [], the newest token, which the next step runs.
         logprob: float32 [], its log-probability.
         sampler: None is greedy.
@@ -125,28 +138,36 @@ def borrowed(params: SpecParams, config: ModelConfig, decode: DecodeConfig) -> B
     return drafting.borrow(params.drafter, target)
 
 
-def guess(params: SpecParams, state: SpecState, *, config, decode, speculation: Speculation, num_tokens) -> Tree:
+def guess(params: SpecParams, state: SpecState, *, config, decode, speculation: Speculation, num_tokens,
+          mesh=None) -> Tree:
     """The tree of 16 nodes that the next pass verifies; its root is `state.token`."""
     drafter = speculation.drafter
     if drafter is None:
         return root_only(state.token, MAX_ROWS)
-    lattice = drafting.draft(params.drafter, borrowed(params, config, decode), state.draft, state.token, config=drafter,
-                             policy=speculation.policy, num_tokens=num_tokens)
+    if params.packed_drafter:
+        lattice = draft_kernels.draft(params.drafter, params.target, state.draft, state.token, config=drafter,
+                                      num_tokens=num_tokens, mesh=mesh)
+    else:
+        lattice = drafting.draft(params.drafter, borrowed(params, config, decode), state.draft, state.token,
+                                 config=drafter, policy=speculation.policy, num_tokens=num_tokens)
     logprobs = conditional_logprobs(lattice, speculation.tau)
     return build_tree(state.token, lattice.tokens, logprobs, nodes=MAX_ROWS, width=speculation.width,
                       spine=speculation.spine)
 
 
-def commit(params: SpecParams, state: SpecState, verified: Verified, path, count,
-           speculation: Speculation) -> SpecState:
+def commit(params: SpecParams, state: SpecState, verified: Verified, path, count, speculation: Speculation,
+           mesh=None) -> SpecState:
     """The rows `path[:count]` (int32 [16]) become the next positions, in both caches; token and sampler stay."""
     path = jnp.maximum(path, 0)
     draft = state.draft
     if speculation.drafter is not None:
         taps, wanted = speculation.taps, speculation.drafter.target_layer_ids
         joined = jnp.concatenate([verified.taps[taps.index(i)] for i in wanted], axis=-1)
-        draft = drafting.commit_context(params.drafter, draft, joined[path], state.cache.length, count,
-                                        config=speculation.drafter, policy=speculation.policy)
+        rows = (params.drafter, draft, joined[path], state.cache.length, count)
+        if params.packed_drafter:
+            draft = draft_kernels.commit_context(*rows, config=speculation.drafter, mesh=mesh)
+        else:
+            draft = drafting.commit_context(*rows, config=speculation.drafter, policy=speculation.policy)
     return state._replace(cache=accept(verified.cache, path, count), draft=draft)
 
 
@@ -156,12 +177,15 @@ def capacity(cache: KernelCache, config: ModelConfig) -> int:
     return min(full, default=config.max_position_embeddings)
 
 
-def place(state: SpecState, config: ModelConfig, mesh) -> SpecState:
+def place(state: SpecState, config: ModelConfig, mesh, packed_drafter: bool) -> SpecState:
     """The state, told to stay where `start` put it."""
     if mesh is None:
         return state
-    rest = lax.with_sharding_constraint(state._replace(cache=()), replicated(mesh))
-    return rest._replace(cache=keep_placement(state.cache, config, mesh))
+    apart = {"cache": keep_placement(state.cache, config, mesh)}
+    if packed_drafter:
+        apart["draft"] = draft_kernels.keep_placement(state.draft, mesh)
+    rest = lax.with_sharding_constraint(state._replace(**dict.fromkeys(apart, ())), replicated(mesh))
+    return rest._replace(**apart)
 
 
 def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, decode: DecodeConfig,
@@ -169,15 +193,15 @@ def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, de
     """Draft, verify, accept, commit: 1 to 16 new tokens.
 
     Args:
-        params: of target (packed for `megakernel`, table form for `reference`) and drafter.
+        params: of target and drafter, see SpecParams.
         state: what `start` or the step before returned; donated when jitted.
         config, decode, speculation: static.
         num_tokens: static; ids from here on are never chosen.
-        mesh: static; where params and cache lie. The drafter runs whole on every device.
+        mesh: static; where params and caches lie. A drafter that is not packed runs whole on every device.
 
     Fewer tokens come out where the cache ends; a step on a full cache is undefined, the caller counts.
     """
-    tree = guess(params, state, config=config, decode=decode, speculation=speculation, num_tokens=num_tokens)
+    tree = guess(params, state, config=config, decode=decode, speculation=speculation, num_tokens=num_tokens, mesh=mesh)
     verified = verify(params.target, state.cache, tree.tokens, tree.parents, tree.num_valid, state.sampler,
                       config=config, decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
     accepted = acceptance.accept(tree, verified.ids)
@@ -186,9 +210,9 @@ def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, de
     logprobs = verified.logprobs[path]
     emitted = Emitted(accepted.emitted, logprobs, count, verified.stream[path],
                       distinct_experts(verified.expert_ids, config))
-    state = commit(params, state, verified, accepted.path, count, speculation)
+    state = commit(params, state, verified, accepted.path, count, speculation, mesh)
     state = state._replace(token=accepted.emitted[count - 1], logprob=logprobs[count - 1])
-    return place(state, config, mesh), emitted
+    return place(state, config, mesh, params.packed_drafter), emitted
 
 
 def extend(params: SpecParams, state: SpecState, tokens_t, count, *, config: ModelConfig, decode: DecodeConfig,
@@ -196,8 +220,9 @@ def extend(params: SpecParams, state: SpecState, tokens_t, count, *, config: Mod
     """Prompt tokens (int32 [16], the first `count`) after the cached ones; `token` is the choice after the last."""
     verified = verify(params.target, state.cache, tokens_t, chain(MAX_ROWS), count, state.sampler, config=config,
                       decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
-    state = commit(params, state, verified, jnp.arange(MAX_ROWS), count, speculation)
-    return place(state._replace(token=verified.ids[count - 1], logprob=verified.logprobs[count - 1]), config, mesh)
+    state = commit(params, state, verified, jnp.arange(MAX_ROWS), count, speculation, mesh)
+    state = state._replace(token=verified.ids[count - 1], logprob=verified.logprobs[count - 1])
+    return place(state, config, mesh, params.packed_drafter)
 
 
 class Run(NamedTuple):
@@ -257,6 +282,24 @@ def cache_dtype(decode: DecodeConfig, platform: str):
     return jnp.bfloat16 if uses_kernels(decode) else storage_dtype(decode.policy, platform)
 
 
+def init_draft(params: SpecParams, max_length: int, decode: DecodeConfig, speculation: Speculation, platform: str,
+               mesh) -> DraftCache | None:
+    """An empty cache for the drafter, where there is one.
+
+    Raises:
+        ConfigError: see `start`.
+    """
+    if speculation.drafter is None:
+        return None
+    if params.packed_drafter:
+        if speculation.policy != draft_kernels.POLICY or not uses_kernels(decode):
+            raise ConfigError(f"drafter: the packed form runs with megakernel and {draft_kernels.POLICY}, got "
+                              f"{decode.implementation} and {speculation.policy}; give it in the public layout")
+        return draft_kernels.init_cache(speculation.drafter, max_length, mesh)
+    cache = drafting.init_cache(speculation.drafter, storage_dtype(speculation.policy, platform), max_length)
+    return cache if mesh is None else jax.device_put(cache, replicated(mesh))
+
+
 def start(params: SpecParams, tokens: Sequence[int], max_length: int, sampling: Sampling | None = None, *,
           config: ModelConfig, decode: DecodeConfig, speculation: Speculation, num_tokens: int | None = None,
           mesh=None) -> SpecState:
@@ -266,20 +309,19 @@ def start(params: SpecParams, tokens: Sequence[int], max_length: int, sampling: 
         max_length: positions to allocate; prompt and generated tokens must fit.
 
     Raises:
-        ConfigError: an empty prompt, an id outside the vocabulary, or more tokens than max_length.
+        ConfigError: an empty prompt, an id outside the vocabulary, more tokens than max_length, or a packed drafter
+            beside another form of the target or another policy than the kernels'.
     """
     ids = check_tokens(config, tokens)
     if len(ids) > max_length:
         raise ConfigError(f"prompt: expected at most {max_length} tokens (max_length), got {len(ids)}")
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    draft = None
-    if speculation.drafter is not None:
-        dtype = storage_dtype(speculation.policy, platform)
-        draft = drafting.init_cache(speculation.drafter, dtype, max_length)
-    state = SpecState(init_cache(config, max_length, mesh, cache_dtype(decode, platform)), draft, jnp.int32(0),
-                      jnp.float32(0), Sampler.of(sampling or Sampling()))
+    cache = init_cache(config, max_length, mesh, cache_dtype(decode, platform))
+    draft = init_draft(params, max_length, decode, speculation, platform, mesh)
+    state = SpecState((), (), jnp.int32(0), jnp.float32(0), Sampler.of(sampling or Sampling()))
     if mesh is not None:
-        state = jax.device_put(state._replace(cache=()), replicated(mesh))._replace(cache=state.cache)
+        state = jax.device_put(state, replicated(mesh))
+    state = state._replace(cache=cache, draft=draft)
     for begin in range(0, len(ids), MAX_ROWS):
         part = ids[begin:begin + MAX_ROWS]
         padded = jnp.asarray(np.pad(part, (0, MAX_ROWS - len(part))))

@@ -15,11 +15,14 @@ from musejax.config import MINI, ConfigError, DecodeConfig
 from musejax.decode import jit_decode_step, start
 from musejax.kernels.cache import MAX_ROWS, flush
 from musejax.model.forward import forward
+from musejax.numerics import EXACT
+from musejax.params import BF16
 from musejax.sampling import Sampling
 from musejax.sharding import make_mesh, replicated
 from musejax.speculation import accept as acceptance
 from musejax.speculation import step as speculative
 from musejax.speculation.config import NANO_DRAFTER
+from musejax.speculation.packing import pack_drafter, place
 from musejax.speculation.params import init_params
 from musejax.speculation.step import SpecParams, Speculation
 from musejax.speculation.tree import Tree
@@ -46,8 +49,15 @@ def packed(target):
 
 
 @pytest.fixture(scope="module")
-def drafter():
+def published_drafter():
+    """As plain JAX takes it."""
     return init_params(DRAFTER, jax.random.key(2))
+
+
+@pytest.fixture(scope="module")
+def drafter(published_drafter):
+    """As the kernels take it."""
+    return pack_drafter(jax.tree.map(lambda x: np.asarray(x).astype(BF16), published_drafter), DRAFTER)
 
 
 def plain(packed, count, sampling=None):
@@ -139,6 +149,18 @@ def test_a_drafter_changes_no_bit(packed, drafter, speculation):
     assert_plain(decode(params, 24, speculation), packed)
 
 
+def test_a_drafter_in_plain_jax_changes_no_bit(packed, published_drafter):
+    assert_plain(decode(SpecParams(packed, published_drafter), 24, Speculation(DRAFTER)), packed)
+
+
+@pytest.mark.parametrize("wrong", [{"decode": DecodeConfig(implementation="reference")},
+                                   {"speculation": Speculation(DRAFTER, policy=EXACT)}], ids=["reference", "exact"])
+def test_a_packed_drafter_that_cannot_run(target, packed, drafter, wrong):
+    run = {"config": CONFIG, "decode": MEGAKERNEL, "speculation": Speculation(DRAFTER), **wrong}
+    with pytest.raises(ConfigError, match="drafter: the packed form runs with megakernel"):
+        speculative.start(SpecParams(target if run["decode"] != MEGAKERNEL else packed, drafter), PROMPT, LENGTH, **run)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_sampled_text_is_the_plain_one(packed, drafter, seed):
     sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=seed)
@@ -146,18 +168,16 @@ def test_sampled_text_is_the_plain_one(packed, drafter, seed):
 
 
 @pytest.mark.parametrize("devices", [2, 8])
-def test_devices_give_the_same_text(packed, drafter, devices):
+def test_devices_give_the_same_text(packed, drafter, published_drafter, devices):
     mesh = make_mesh(devices)
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), packed,
                           packing.abstract_packed(CONFIG, mesh))
-    params = SpecParams(placed, jax.device_put(drafter, replicated(mesh)))
-    assert_plain(decode(params, 12, Speculation(DRAFTER), mesh=mesh), packed)
+    for mine in (place(drafter, mesh), jax.device_put(published_drafter, replicated(mesh))):
+        assert_plain(decode(SpecParams(placed, mine), 12, Speculation(DRAFTER), mesh=mesh), packed)
 
 
 def test_reference_step_is_the_reference_model(target, text):
     """In plain JAX no bits are promised; with float32 arithmetic throughout the text is that of whole passes."""
-    from musejax.numerics import EXACT
-
     exact = DecodeConfig(implementation="reference", policy=EXACT)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), target)
     run = jax.jit(lambda tokens, n: forward(params, tokens, config=CONFIG, decode=exact)[0][n - 1])

@@ -1,0 +1,307 @@
+// Dense GEMMs of a layer: attention output, pooler and router, unpooler, and QKV with the gate.
+//
+// A unit is 16 output columns (a row tile of the weight) times one chunk of K, for all 16 rows; units are numbered chunk
+// by chunk and shared among SMs in contiguous parts, so that an SM reads few activations. An MMA warp takes one of the
+// 8 ranges of the chunk; an adding warp adds the ranges ascending and publishes the chunk's sum; a row task adds the
+// chunks ascending. So an element has the bits of one sum over K in a fixed order, whoever ran which unit.
+//
+// The GEMMs share their code, since an SM caches few instructions: what differs is data (DenseJob).
+#pragma once
+
+#include "layer/rows.cuh"
+#include "layer/stream.cuh"
+
+namespace musejax::layer {
+
+enum class Dense { kQkvg, kOut, kPooler, kRouter, kUnpooler };
+
+template <typename S, Dense kWhich>
+struct DenseOf {
+  using F = Frames<S>;
+  static constexpr bool kIsRouter = kWhich == Dense::kRouter;
+  static constexpr int kK = kWhich == Dense::kOut ? S::kQWidth : kWhich == Dense::kUnpooler ? S::kMoe : S::kHidden;
+  static constexpr int kColumns = kWhich == Dense::kQkvg     ? int(S::kShape.qkvg_rows())
+                                  : kWhich == Dense::kPooler ? S::kMoe / int(kSlices)
+                                  : kIsRouter                ? S::kExperts / int(kSlices)
+                                                             : S::kHidden / int(kSlices);  // of a slice
+  static constexpr int kTiles = (kColumns + 15) / 16;                                      // of a slice
+  static constexpr int kChunkK = int(Chunk(kK)), kChunks = kK / kChunkK, kRangeK = int(Range(kK));
+  static constexpr int kSteps = kRangeK / 16;  // MMA steps of a warp in a unit
+  static constexpr int kUnits = kChunks * S::kSlicesHere * kTiles;
+  static constexpr int kUnitBytes = 16 * kChunkK * 2;
+
+  // The input: records of kBlock columns.
+  static constexpr int kBlock = kWhich == Dense::kOut        ? 64
+                                : kWhich == Dense::kUnpooler ? S::kMoeBlock
+                                                             : S::kHiddenBlock;
+  static constexpr int64_t kInput = kWhich == Dense::kOut        ? F::o
+                                    : kWhich == Dense::kUnpooler ? F::m
+                                    : kWhich == Dense::kQkvg     ? F::z
+                                                                 : F::x;
+  static constexpr int64_t kPartial = kWhich == Dense::kQkvg     ? F::part_qkvg
+                                      : kWhich == Dense::kOut    ? F::part_out
+                                      : kWhich == Dense::kPooler ? F::part_pool
+                                      : kIsRouter                ? F::part_router
+                                                                 : F::part_unpool;
+  static constexpr DenseLayout kLayout{S::kShape};
+  static constexpr int64_t kSection = kWhich == Dense::kQkvg     ? kLayout.qkvg
+                                      : kWhich == Dense::kOut    ? kLayout.out
+                                      : kWhich == Dense::kPooler ? kLayout.pooler
+                                      : kIsRouter                ? kLayout.router
+                                                                 : kLayout.unpooler;
+  static constexpr int64_t kSliceBytes = kLayout.bytes;
+  static_assert(kRangeK % kBlock == 0, "a warp's range is made of whole records");
+  static_assert(kUnitBytes <= kStageBytes, "a unit is one stage of the ring");
+};
+
+// One GEMM of the layer at hand, for one SM.
+struct DenseJob {
+  int begin, end;             // units of this SM
+  int slices, tiles, chunks;  // unit = (chunk * slices + slice) * tiles + tile
+  const uint8_t* weights;     // the section in the first slice
+  int64_t slice_bytes;
+  const Word* input;  // records, row by row of each block
+  Word* partial;      // [slice][tile][chunk][row][half][3 words]
+  uint32_t epoch;
+
+  __device__ __forceinline__ int ChunkOf(int u) const { return u / (slices * tiles); }
+  // The unit's place among tiles of all slices here.
+  __device__ __forceinline__ int TileOf(int u) const { return u - ChunkOf(u) * slices * tiles; }
+};
+
+// pick(d) of the GEMM asked for, d an empty DenseOf<S, ...>.
+template <typename S, typename Pick>
+__device__ __forceinline__ auto OfDense(Dense which, const Pick& pick) {
+  return which == Dense::kQkvg     ? pick(DenseOf<S, Dense::kQkvg>{})
+         : which == Dense::kOut    ? pick(DenseOf<S, Dense::kOut>{})
+         : which == Dense::kPooler ? pick(DenseOf<S, Dense::kPooler>{})
+         : which == Dense::kRouter ? pick(DenseOf<S, Dense::kRouter>{})
+                                   : pick(DenseOf<S, Dense::kUnpooler>{});
+}
+
+template <typename S>
+__device__ __forceinline__ DenseJob JobOf(const Context<S>& c, Dense which) {
+  const int units = OfDense<S>(which, [](auto d) { return decltype(d)::kUnits; });
+  return {units * c.block / c.blocks,
+          units * (c.block + 1) / c.blocks,
+          S::kSlicesHere,
+          OfDense<S>(which, [](auto d) { return decltype(d)::kTiles; }),
+          OfDense<S>(which, [](auto d) { return decltype(d)::kChunks; }),
+          c.arrays().dense + OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kSection); }),
+          DenseLayout(S::kShape).bytes,
+          reinterpret_cast<const Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kInput); }))),
+          reinterpret_cast<Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kPartial); }))),
+          c.epoch};
+}
+
+// ---- warp 0 ----
+
+template <typename S>
+__device__ __noinline__ void StreamDense(const Context<S>& c, Producer& producer, Dense which) {
+  InShared(c);
+  const DenseJob job = JobOf(c, which);
+  const int bytes = OfDense<S>(which, [](auto d) { return decltype(d)::kUnitBytes; });
+#pragma unroll 1
+  for (int u = job.begin; u < job.end; ++u) {
+    const int chunk = job.ChunkOf(u), at = job.TileOf(u), slice = at / job.tiles;
+    const int64_t unit = int64_t(chunk * job.tiles + at - slice * job.tiles) * bytes;
+    producer.Push(c.waiter, job.weights + slice * job.slice_bytes + unit, bytes);
+  }
+}
+
+// ---- MMA warps ----
+
+// B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to
+// 15.
+template <int kSteps, int kBlock>
+__device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
+                                         uint32_t (&b)[kSteps][4]) {
+  constexpr int kWords = RecordWords(kBlock), kBlocks = kSteps * 16 / kBlock, kRegs = RecordRegisters(kBlock);
+  const Word* mine = first + (lane / 4 * 4 + lane % 4) * kWords;
+  Word w[kBlocks * 2 * kWords];
+  Receive<Scope::kSys>(
+      waiter, epoch,
+      [&](int i) { return mine + (i / kWords / 2 * kRows + i / kWords % 2 * 8) * 4 * kWords + i % kWords; }, w);
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < kRegs; ++r)
+        b[block * (kRegs / 2) + r / 2][half * 2 + r % 2] = Register(w[(block * 2 + half) * kWords + r / 3], r % 3);
+}
+
+// Sums of a range as an MMA leaves them -> partial [row][column].
+__device__ __forceinline__ void StoreSums(float* partial, const float (&d)[2][4], int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) partial[(n * 8 + 2 * t + i % 2) * kPartialStride + g + i / 2 * 8] = d[n][i];
+}
+
+template <int kSteps>
+__device__ __forceinline__ void MultiplyBf16(const uint8_t* tiles, const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    const uint4 w = *reinterpret_cast<const uint4*>(tiles + j * 512);
+    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
+    ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
+  }
+}
+
+// Router weights are float32: each is the exact sum of three bf16 numbers, so three MMAs a step.
+//   range: [rows][kSteps * 16] of the slice; rows from `rows` on are zeros
+template <int kSteps>
+__device__ __forceinline__ void MultiplyRouter(const float* range, int rows, int first_row, int lane,
+                                               const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
+  const int row = first_row + lane / 4, column = 2 * (lane % 4);
+  float2 w[kSteps][4];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      w[j][r] = {0.0f, 0.0f};
+      if (row + r % 2 * 8 < rows)
+        w[j][r] = __ldg(reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column + 16 * j +
+                                                        r / 2 * 8));
+    }
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j)
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+      uint32_t a[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        a[r] = PackBf16(w[j][r].x, w[j][r].y);
+        const Two taken = Unpack(a[r]);
+        w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
+      }
+      ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
+      ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
+    }
+}
+
+// The units of a GEMM. Float32 weights, the router's, do not pass the ring.
+template <int kSteps, int kBlock, typename S>
+__device__ __noinline__ void DenseUnits(const Context<S>& c, Consumer& kept, Dense which) {
+  InShared(c);
+  const DenseJob job = JobOf(c, which);
+  const int router_rows = which == Dense::kRouter ? DenseOf<S, Dense::kRouter>::kColumns : 0;
+  const Waiter waiter = c.waiter;
+  Consumer consumer = kept;
+  const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
+  uint32_t b[kSteps][4];
+  int loaded = -1;
+#pragma unroll 1
+  for (int u = job.begin; u < job.end; ++u) {
+    const int chunk = job.ChunkOf(u);
+    if (chunk != loaded) {
+      const int block = (chunk * kMmaWarps + warp) * (kSteps * 16 / kBlock);
+      LoadRows<kSteps, kBlock>(waiter, job.epoch, job.input + block * kRows * 4 * RecordWords(kBlock), lane, b);
+      loaded = chunk;
+    }
+    float d[2][4] = {};
+    if (router_rows) {
+      const int at = job.TileOf(u), slice = at / job.tiles;
+      const float* range = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
+                           (chunk * kMmaWarps + warp) * router_rows * kSteps * 16;
+      MultiplyRouter<kSteps>(range, router_rows, (at - slice * job.tiles) * 16, lane, b, d);
+    } else {
+      const uint8_t* stage = consumer.Wait(waiter);
+      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d);
+      consumer.Release(waiter);
+    }
+    StoreSums(consumer.Enter(waiter), d, lane);
+    consumer.Leave();
+    consumer.NextUnit();
+  }
+  kept = consumer;
+}
+
+// ---- adding warps ----
+
+template <typename S>
+__device__ __noinline__ void DenseSums(const Context<S>& c, Consumer& kept, Dense which) {
+  InShared(c);
+  const DenseJob job = JobOf(c, which);
+  const Waiter waiter = c.waiter;
+  Consumer consumer = kept;
+  const int lane = threadIdx.x % 32, row = lane / 2, half = lane % 2;
+#pragma unroll 1
+  for (int u = job.begin; u < job.end; ++u, consumer.NextUnit()) {
+    if (!consumer.Mine()) continue;
+    const float(*ranges)[kPartialFloats] = consumer.Take(waiter);
+    float sum[8] = {};
+#pragma unroll
+    for (int r = 0; r < kRanges; ++r) {
+      const float4* x = reinterpret_cast<const float4*>(&ranges[r][row * kPartialStride + half * 8]);
+      const float4 low = x[0], high = x[1];
+      sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+      sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+    }
+    consumer.Clear();
+    Word* to = job.partial + ((job.TileOf(u) * job.chunks + job.ChunkOf(u)) * kRows + row) * 6 + half * 3;
+    const auto bits = [&](int i) { return __float_as_uint(sum[i]); };
+    Publish<Scope::kGpu>(to, bits(0), bits(1), bits(2), job.epoch);
+    Publish<Scope::kGpu>(to + 1, bits(3), bits(4), bits(5), job.epoch);
+    Publish<Scope::kGpu>(to + 2, bits(6), bits(7), 0, job.epoch);
+  }
+  kept = consumer;
+}
+
+template <typename S>
+__device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer, Dense which) {
+  using Out = DenseOf<S, Dense::kOut>;
+  using Hidden = DenseOf<S, Dense::kQkvg>;
+  using Moe = DenseOf<S, Dense::kUnpooler>;
+  if (c.warp < kFirstMmaWarp)
+    DenseSums(c, consumer, which);
+  else if (which == Dense::kOut)
+    DenseUnits<Out::kSteps, Out::kBlock>(c, consumer, which);
+  else if (which == Dense::kUnpooler)
+    DenseUnits<Moe::kSteps, Moe::kBlock>(c, consumer, which);
+  else
+    DenseUnits<Hidden::kSteps, Hidden::kBlock>(c, consumer, which);
+}
+
+// ---- row tasks ----
+
+// Finished sums of one row of kWidth columns, two columns a lane.
+//   first: partial of the row in the first of its tiles, chunk 0
+template <int kWidth>
+__device__ __noinline__ Two FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks) {
+  constexpr int kMost = 8;
+  const int lane = threadIdx.x % 32, piece = Min(lane / 3, kWidth / 8 - 1), word = lane % 3;  // piece: 8 columns
+  const Word* mine = first + piece / 2 * chunks * kRows * 6 + piece % 2 * 3 + word;
+  Word w[kMost];
+  Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * 6; }, w);
+  float v[3] = {};
+#pragma unroll
+  for (int i = 0; i < kMost; ++i)
+#pragma unroll
+    for (int j = 0; j < 3; ++j)
+      if (i < chunks) v[j] += __uint_as_float(Register(w[i], j));
+  // Columns 2 lane and 2 lane + 1 are numbers `at` and at + 1 of piece lane / 4.
+  const int at = lane % 4 * 2, base = lane / 4 * 3;
+  const auto column = [&](int i) {
+    const float x0 = __shfl_sync(kAllLanes, v[0], base + i / 3), x1 = __shfl_sync(kAllLanes, v[1], base + i / 3),
+                x2 = __shfl_sync(kAllLanes, v[2], base + i / 3);
+    return i % 3 == 0 ? x0 : i % 3 == 1 ? x1 : x2;
+  };
+  const float a = column(at), b = column(at + 1);
+  return lane < kWidth / 2 ? Two{a, b} : Two{0.0f, 0.0f};
+}
+
+// The same from column tile `tile` of a slice here on.
+template <typename S, Dense kWhich, int kWidth>
+__device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int tile, int row) {
+  using D = DenseOf<S, kWhich>;
+  static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
+  const Word* first = reinterpret_cast<const Word*>(c.Frame(D::kPartial)) +
+                      ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * 6;
+  return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
+}
+
+}  // namespace musejax::layer

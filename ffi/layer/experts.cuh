@@ -1,0 +1,411 @@
+// Routed experts: GEMM1 with SwiGLU and, for static activations, quantisation; GEMM2.
+//
+// A unit is two consecutive 16-row weight tiles of one visit, of the slices here one after the other; SMs take units in
+// contiguous parts (partition.h). The 8 columns of its MMAs are the visit's pairs, held in registers while the visit
+// lasts. UP: a tile has 8 gate rows and their 8 up rows, so a unit is one block of 16 inner columns, one block of
+// quantisation, and lies in one slice. DOWN: two tiles of 16 columns of y; the last unit may have one.
+//
+// Sums over K: an MMA warp takes one range of each pass, an adding warp adds ranges ascending and passes ascending from
+// +0 (common/layout.h). NVFP4 has one pass, bf16 a pass for each chunk. Stages: pass by pass, tile by tile.
+//
+// Bits: as cpu/experts.cc, except for the inner order of a range.
+#pragma once
+
+#include "layer/route.cuh"
+
+namespace musejax::layer {
+
+// Codes come out of their words times 2^-126 and scales times 2^107; sums are as much too small.
+inline constexpr float kNvfp4Power = 0x1p19f;
+
+template <typename S, bool kUp>
+struct ExpertOf {
+  using F = Frames<S>;
+  static constexpr int kK = kUp ? S::kMoe : S::kInner;
+  static constexpr int kTiles = (kUp ? 2 * S::kInner : S::kMoe) / int(kSlices) / 16;  // of a slice
+  static constexpr int kTilesHere = kTiles * S::kSlicesHere, kUnits = (kTilesHere + 1) / 2;
+
+  // The input: records of kWidth columns, kCount of them side by side.
+  static constexpr int kWidth = kUp ? S::kMoeBlock : 16, kCount = kUp ? kRows : S::kPairs;
+  static constexpr int64_t kInput = kUp ? F::h : F::c;
+  static constexpr Scope kScope = kUp ? Scope::kGpu : Scope::kSys;
+  static_assert(!kUp || kTiles % 2 == 0, "a unit of gate and up lies in one slice");
+};
+
+// How a form of weight is passed over: kCount passes of kPassK columns, kActive warps each a range of kRangeK.
+template <int kK, bool kNvfp4>
+struct PassOf {
+  static constexpr int kPassK = kNvfp4 ? kK : int(Chunk(kK)), kCount = kK / kPassK;
+  static constexpr int kRangeK = int(kNvfp4 ? Nvfp4Range(kK) : Range(kK)), kActive = kPassK / kRangeK;
+  static constexpr int kBytes = int(kNvfp4 ? Nvfp4TileBytes(kK) : 16 * kPassK * 2);  // of a tile
+  static constexpr int kPassRegisters = kRangeK / 8, kRegisters = kCount * kPassRegisters;
+  static_assert(kActive <= kMmaWarps, "each range of K has its warp");
+  static_assert(kBytes <= kStageBytes, "a pass of a tile is one stage of the ring");
+};
+
+template <bool kUp, typename S>
+__device__ __forceinline__ UnitSpan ExpertSpan(const Context<S>& c, const RouteShared& route) {
+  return UnitRange(route.visit_count, ExpertOf<S, kUp>::kUnits, c.block, c.blocks);
+}
+
+// Place of a unit: tiles first .. first + count - 1 of those here.
+template <typename E>
+struct ExpertUnit {
+  int visit, first, count;
+  __device__ explicit ExpertUnit(int u)
+      : visit(u / E::kUnits), first(u % E::kUnits * 2), count(Min(2, E::kTilesHere - first)) {}
+};
+
+// ---- warp 0 ----
+
+template <bool kUp, bool kNvfp4, typename S>
+__device__ void StreamUnits(Context<S>& c, const RouteShared& route, Producer& producer) {
+  using E = ExpertOf<S, kUp>;
+  using P = PassOf<E::kK, kNvfp4>;
+  constexpr ExpertLayout kLayout(S::kShape, kNvfp4);
+  const uint8_t* matrices = c.arrays().experts + (kUp ? kLayout.gate_up : kLayout.down);
+  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  for (int u = span.begin; u < span.end; ++u) {
+    const ExpertUnit<E> at(u);
+    const int expert = route.visits[at.visit].expert;
+#pragma unroll 1
+    for (int pass = 0; pass < P::kCount; ++pass)
+#pragma unroll 1
+      for (int tile = at.first; tile < at.first + at.count; ++tile) {
+        const uint8_t* matrix = matrices + (int64_t(tile / E::kTiles) * S::kExperts + expert) * kLayout.bytes;
+        producer.Push(c.waiter, matrix + int64_t(tile % E::kTiles * P::kCount + pass) * P::kBytes, P::kBytes);
+      }
+  }
+}
+
+// One thread, after `listed`: UP, then DOWN, which gives the list back.
+template <bool kUp, typename S>
+__device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& producer) {
+  if (c.arrays().nvfp4)
+    StreamUnits<kUp, true>(c, route, producer);
+  else
+    StreamUnits<kUp, false>(c, route, producer);
+  if (!kUp) ptx::MbarrierArrive(&route.taken);
+}
+
+// ---- MMA warps ----
+
+// Operand registers of this warp's ranges, pass by pass: column lane / 4 is a pair of the visit, or zeros.
+template <bool kUp, bool kNvfp4, typename S>
+__device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
+                                          uint32_t (&b)[PassOf<ExpertOf<S, kUp>::kK, kNvfp4>::kRegisters]) {
+  using E = ExpertOf<S, kUp>;
+  using P = PassOf<E::kK, kNvfp4>;
+  constexpr int kWords = RecordWords(E::kWidth), kRegs = RecordRegisters(E::kWidth);
+  constexpr int kOfPass = P::kRangeK / E::kWidth, kRecords = P::kCount * kOfPass, kBatch = Min(kRecords, kWords == 1 ? 8 : 2);
+  static_assert(P::kRangeK % E::kWidth == 0 && kRecords % kBatch == 0, "a warp's range is made of whole records");
+  const int warp = c.warp - kFirstMmaWarp, column = c.lane() / 4;
+  const bool wanted = column < visit.count && warp < P::kActive;
+  const int pair = visit.pairs[column < visit.count ? column : 0];  // lanes without a pair keep step with the others
+  uint8_t* frame = c.Frame(E::kInput);
+  if (warp >= P::kActive) {
+#pragma unroll
+    for (int r = 0; r < P::kRegisters; ++r) b[r] = 0;
+    return;
+  }
+#pragma unroll
+  for (int first = 0; first < kRecords; first += kBatch) {
+    Word w[kBatch * kWords];
+    Receive<E::kScope>(
+        c.waiter, c.epoch,
+        [&](int i) {
+          const int record = first + i / kWords;
+          const int block = (record / kOfPass * (P::kPassK / P::kRangeK) + warp) * kOfPass + record % kOfPass;
+          return RecordAt<E::kWidth>(frame, block * E::kCount + (kUp ? pair / S::kTopK : pair)) +
+                 c.lane() % 4 * kWords + i % kWords;
+        },
+        w);
+#pragma unroll
+    for (int i = 0; i < kBatch * kRegs; ++i)
+      b[first * kRegs + i] = wanted ? Register(w[i / kRegs * kWords + i % kRegs / 3], i % kRegs % 3) : 0;
+  }
+}
+
+// The first kStep registers go behind the others: so the code of a step or pass is there once, since registers have no
+// index at run time. After a whole turn all are where they were.
+template <int kStep, int kRegisters>
+__device__ __forceinline__ void Rotate(uint32_t (&b)[kRegisters]) {
+  static_assert(kRegisters % kStep == 0, "whole steps");
+  if constexpr (kStep < kRegisters) {
+    uint32_t first[kStep];
+#pragma unroll
+    for (int r = 0; r < kStep; ++r) first[r] = b[r];
+#pragma unroll
+    for (int r = 0; r < kRegisters; ++r) b[r] = r + kStep < kRegisters ? b[r + kStep] : first[r + kStep - kRegisters];
+  }
+}
+
+// Per-token activations: b to its grid values; the decode scale of the lane's column. The largest magnitude of a pair
+// is exchanged among the MMA warps; its buffer is free again after the next visit's barrier.
+template <int kRegisters>
+__device__ float QuantizePairs(float (&maxima)[kMmaWarps][kVisitPairs], int warp, int lane,
+                               uint32_t (&b)[kRegisters]) {
+  constexpr int kStep = 4;  // registers: two blocks of 16 columns
+  uint32_t both = 0;        // magnitudes of bf16 are ordered like integers, NaN last
+#pragma unroll
+  for (int r = 0; r < kRegisters; ++r) both = __vmaxu2(both, b[r] & 0x7FFF7FFFu);
+  float most = LargerAbs(Unpack(both).a, Unpack(both).b);
+  most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, 1));
+  most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, 2));
+  if (lane % 4 == 0) maxima[warp][lane / 4] = most;
+  ptx::BarSync(2, 32 * kMmaWarps);
+#pragma unroll
+  for (int w = 0; w < kMmaWarps; ++w) most = LargerAbs(most, maxima[w][lane / 4]);
+  const RowScale scale = PerTokenScale(most);
+#pragma unroll 1
+  for (int step = 0; step < kRegisters / kStep; ++step) {
+#pragma unroll
+    for (int r = 0; r < kStep; r += 2) {
+      const Two even = Unpack(b[r]), odd = Unpack(b[r + 1]);
+      float x[4] = {even.a, even.b, odd.a, odd.b};
+      QuantizeBlock(x, scale.encode);
+      b[r] = scale.dead ? 0 : PackBf16(x[0], x[1]), b[r + 1] = scale.dead ? 0 : PackBf16(x[2], x[3]);
+    }
+    Rotate<kStep>(b);
+  }
+  return scale.decode;
+}
+
+// d += 16 columns of an NVFP4 tile times b0, b1. Scales of rows 0 to 7 and 8 to 15 are in half kHalf.
+template <int kHalf>
+__device__ __forceinline__ void MultiplyCodes(float (&d)[4], uint32_t w, uint32_t upper, uint32_t lower, uint32_t b0,
+                                              uint32_t b1) {
+  constexpr uint32_t kMask = 0x81C081C0u;  // sign, and the bits where exponent and fraction of a bf16 meet
+  const uint32_t a[4] = {ptx::MulBf16x2<kHalf>(w & kMask, upper), ptx::MulBf16x2<kHalf>((w ^ w << 6) & kMask, lower),
+                         ptx::MulBf16x2<kHalf>((w ^ __funnelshift_r(w, w, 4)) & kMask, upper),
+                         ptx::MulBf16x2<kHalf>((w << 2 ^ w >> 6) & kMask, lower)};
+  ptx::MmaM16N8K16Bf16(d, a, b0, b1);
+}
+
+// Scale fields of steps 0 and 1 of a word -> bf16 in its halves. Steps 2 and 3: the same of the bytes swapped.
+__device__ __forceinline__ uint32_t ScalesOf(uint32_t w) { return (w & 0x0FF00FF0u) | 0x70007000u; }
+__device__ __forceinline__ uint32_t LaterScalesOf(uint32_t w) { return ScalesOf(__byte_perm(w, 0, 0x2301)); }
+
+// One range of a row tile: d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2.
+template <int kK>
+__device__ __forceinline__ void MultiplyNvfp4Tile(const uint8_t* stage, int range, int lane,
+                                              const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4]) {
+  constexpr int kTiles = PassOf<kK, true>::kRangeK / 64;
+  const uint8_t* codes = stage + range * kTiles * 512 + lane * 16;
+  const uint8_t* scales = stage + kK / 64 * 512 + range * kTiles * 64 + lane / 4 * 8;
+  float later[4] = {};
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const uint4 w = *reinterpret_cast<const uint4*>(codes + i * 512);
+    const uint2 s = *reinterpret_cast<const uint2*>(scales + i * 64);
+    const uint32_t upper = ScalesOf(s.x), lower = ScalesOf(s.y);
+    const uint32_t later_upper = LaterScalesOf(s.x), later_lower = LaterScalesOf(s.y);
+    MultiplyCodes<0>(d, w.x, upper, lower, b[8 * i], b[8 * i + 1]);
+    MultiplyCodes<1>(later, w.y, upper, lower, b[8 * i + 2], b[8 * i + 3]);
+    MultiplyCodes<0>(d, w.z, later_upper, later_lower, b[8 * i + 4], b[8 * i + 5]);
+    MultiplyCodes<1>(later, w.w, later_upper, later_lower, b[8 * i + 6], b[8 * i + 7]);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; ++r) d[r] = d[r] + later[r];
+}
+
+// The same of a bf16 tile, whose pass has the first registers.
+template <int kK>
+__device__ __forceinline__ void MultiplyBf16Tile(const uint8_t* stage, int range, int lane,
+                                                 const uint32_t (&b)[PassOf<kK, false>::kRegisters], float (&d)[4]) {
+  constexpr int kSteps = PassOf<kK, false>::kRangeK / 16;
+  const uint8_t* tiles = stage + range * kSteps * 512 + lane * 16;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint4 w = *reinterpret_cast<const uint4*>(tiles + i * 512);
+    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    ptx::MmaM16N8K16Bf16(d, a, b[2 * i], b[2 * i + 1]);
+  }
+}
+
+// Sums of a tile -> partial [tile][column][tile row].
+__device__ __forceinline__ void StoreTile(float* partial, int tile, int lane, const float (&d)[4]) {
+  float* to = partial + (tile * kVisitPairs + lane % 4 * 2) * kPartialStride + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) to[r % 2 * kPartialStride + r / 2 * 8] = d[r];
+}
+
+// Behind column g's first 16 sums of the first MMA warp lies the pair's decode scale, so that it travels with them.
+__device__ __forceinline__ int DecodeAt(int column) { return column * kPartialStride + 16; }
+
+// A unit, pass by pass; all warps, whatever they have to multiply.
+template <int kK, bool kNvfp4>
+__device__ __forceinline__ void MultiplyUnit(Waiter waiter, Consumer& consumer, int tiles, int warp, int lane,
+                                             uint32_t (&b)[PassOf<kK, kNvfp4>::kRegisters], float decode) {
+  using P = PassOf<kK, kNvfp4>;
+#pragma unroll 1
+  for (int pass = 0; pass < P::kCount; ++pass) {
+    float* partial = nullptr;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      float d[4] = {};
+      const uint8_t* stage = consumer.Wait(waiter);
+      if (warp < P::kActive) {
+        if constexpr (kNvfp4)
+          MultiplyNvfp4Tile<kK>(stage, warp, lane, b, d);
+        else
+          MultiplyBf16Tile<kK>(stage, warp, lane, b, d);
+      }
+      consumer.Release(waiter);
+      if (tile == 0) partial = consumer.Enter(waiter);
+      StoreTile(partial, tile, lane, d);
+    }
+    if (kNvfp4 && warp == 0 && lane % 4 == 0) partial[DecodeAt(lane / 4)] = decode;
+    consumer.Leave();
+    Rotate<P::kPassRegisters>(b);
+  }
+}
+
+// What the experts of a layer multiply: a form of weight, and whether activations are brought to their grid here.
+enum class Form { kBf16, kNvfp4, kNvfp4PerToken };
+
+template <bool kUp, Form kForm, typename S>
+__device__ __noinline__ void MultiplyUnits(Context<S>& c, RouteShared& route, Consumer& kept) {
+  InShared(c);
+  InShared(route);
+  constexpr bool kNvfp4 = kForm != Form::kBf16;
+  using E = ExpertOf<S, kUp>;
+  using P = PassOf<E::kK, kNvfp4>;
+  Consumer consumer = kept;
+  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  const int warp = c.warp - kFirstMmaWarp, lane = c.lane();
+  uint32_t b[P::kRegisters];
+  float decode = 1.0f;
+  int loaded = -1;
+#pragma unroll 1
+  for (int u = span.begin; u < span.end; ++u) {
+    const ExpertUnit<E> at(u);
+    if (at.visit != loaded) {
+      LoadPairs<kUp, kNvfp4>(c, route.visits[at.visit], b);
+      if constexpr (kForm == Form::kNvfp4PerToken)
+        decode = QuantizePairs(route.maxima[kUp ? 0 : 1][at.visit % 2], warp, lane, b);
+      loaded = at.visit;
+    }
+    MultiplyUnit<E::kK, kNvfp4>(c.waiter, consumer, at.count, warp, lane, b, decode);
+    consumer.NextUnit();
+  }
+  kept = consumer;
+}
+
+template <bool kUp, typename S>
+__device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, Consumer& consumer) {
+  if (!c.arrays().nvfp4)
+    MultiplyUnits<kUp, Form::kBf16>(c, route, consumer);
+  else if (Takes(c, Activations::kPerToken))
+    MultiplyUnits<kUp, Form::kNvfp4PerToken>(c, route, consumer);
+  else
+    MultiplyUnits<kUp, Form::kNvfp4>(c, route, consumer);
+}
+
+// ---- adding warps ----
+
+// Sums over K of a unit: of each tile rows 2t, 2t + 1, 2t + 8, 2t + 9 (t = lane % 4) of column lane / 4, and the
+// column's decode scale if its activations are per token.
+struct TileSums {
+  float tile[2][4];
+  float decode;
+};
+
+template <int kPasses, int kActive>
+__device__ __forceinline__ TileSums AddPasses(Waiter waiter, Consumer& consumer, int lane) {
+  const int column = lane / 4, t = lane % 4;
+  TileSums sums = {};
+#pragma unroll 1
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const float(*ranges)[kPartialFloats] = consumer.Take(waiter);
+    float chunk[2][4] = {};
+#pragma unroll
+    for (int range = 0; range < kActive; ++range)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const float* x = ranges[range] + (tile * kVisitPairs + column) * kPartialStride + 2 * t;
+        const float2 low = *reinterpret_cast<const float2*>(x), high = *reinterpret_cast<const float2*>(x + 8);
+        chunk[tile][0] += low.x, chunk[tile][1] += low.y, chunk[tile][2] += high.x, chunk[tile][3] += high.y;
+      }
+    sums.decode = ranges[0][DecodeAt(column)];
+    consumer.Clear();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums.tile[i / 4][i % 4] += chunk[i / 4][i % 4];
+  }
+  return sums;
+}
+
+// c = silu(gate) up of 16 inner columns of a pair, to all ranks. Tile rows 0 to 7 are gate, 8 to 15 up.
+//   encode: of static activations, whose grid values c takes; 0 for the others
+template <typename S>
+__device__ __forceinline__ void FinishUp(const Context<S>& c, const Visit& visit, int unit, const TileSums& sums,
+                                         float of_gate, float of_up, float encode) {
+  constexpr int kBlocks = S::kInnerTiles / int(kSlices);  // of a slice
+  float x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    x[i] = Silu(sums.tile[i / 2][i % 2] * of_gate) * (sums.tile[i / 2][i % 2 + 2] * of_up);
+  if (encode != 0.0f) QuantizeBlock(x, encode);
+  const int column = c.lane() / 4;
+  if (column >= visit.count) return;
+  const uint32_t even = PackBf16(x[0], x[1]), odd = PackBf16(x[2], x[3]);
+  ForRanks(c, unit / kBlocks, [&](uint8_t* frames, int slice) {
+    const int record = (slice * kBlocks + unit % kBlocks) * S::kPairs + visit.pairs[column];
+    Publish<Scope::kSys>(RecordAt<16>(c.FrameOf(frames, Frames<S>::c), record) + c.lane() % 4, even, odd, 0, c.epoch);
+  });
+}
+
+// y = r(sum scale) of 16 columns of a pair for each tile, for this rank.
+template <typename S>
+__device__ __forceinline__ void FinishDown(const Context<S>& c, const Visit& visit, int first, int count,
+                                           const TileSums& sums, float scale) {
+  const int column = c.lane() / 4;
+  if (column >= visit.count) return;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    if (tile >= count) return;
+    const float* x = sums.tile[tile];
+    Publish<Scope::kGpu>(
+        RecordAt<16>(c.Frame(Frames<S>::y), (first + tile) * S::kPairs + visit.pairs[column]) + c.lane() % 4,
+        PackBf16(x[0] * scale, x[1] * scale), PackBf16(x[2] * scale, x[3] * scale), 0, c.epoch);
+  }
+}
+
+template <bool kUp, typename S>
+__device__ __noinline__ void ExpertSums(Context<S>& c, RouteShared& route, Consumer& kept) {
+  InShared(c);
+  InShared(route);
+  Consumer consumer = kept;
+  using E = ExpertOf<S, kUp>;
+  using Nvfp4 = PassOf<E::kK, true>;
+  using Bf16 = PassOf<E::kK, false>;
+  const bool nvfp4 = c.arrays().nvfp4, is_static = Takes(c, Activations::kStatic);
+  const bool per_token = Takes(c, Activations::kPerToken);
+  const float* small = c.arrays().small;
+  const SmallLayout at = SmallOf(c);
+  const float into_down = is_static ? LargestScale(small + at.down_input_scale, S::kExperts) : 1.0f;
+  const float decode = !is_static ? 1.0f
+                       : kUp      ? LargestScale(small + at.gate_up_input_scale, 2 * S::kExperts)
+                                  : into_down;
+  const float encode = is_static ? 1.0f / into_down : 0.0f;
+  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  for (int u = span.begin; u < span.end; ++u, consumer.NextUnit()) {
+    if (!consumer.Mine()) continue;
+    const ExpertUnit<E> unit(u);
+    const Visit& visit = route.visits[unit.visit];
+    float global[2] = {1.0f, 1.0f};
+    if (nvfp4 && kUp) global[0] = __ldg(small + at.gate_up_global + 2 * visit.expert);
+    if (nvfp4 && kUp) global[1] = __ldg(small + at.gate_up_global + 2 * visit.expert + 1);
+    if (nvfp4 && !kUp) global[0] = __ldg(small + at.down_global + visit.expert);
+    const TileSums sums = nvfp4 ? AddPasses<Nvfp4::kCount, Nvfp4::kActive>(c.waiter, consumer, c.lane())
+                                : AddPasses<Bf16::kCount, Bf16::kActive>(c.waiter, consumer, c.lane());
+    const float d = per_token ? sums.decode : decode, power = nvfp4 ? kNvfp4Power : 1.0f;
+    if constexpr (kUp)
+      FinishUp(c, visit, unit.first / 2, sums, d * global[0] * power, d * global[1] * power, encode);
+    else
+      FinishDown(c, visit, unit.first, unit.count, sums, d * global[0] * power);
+  }
+  kept = consumer;
+}
+
+}  // namespace musejax::layer

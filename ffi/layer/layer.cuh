@@ -1,0 +1,230 @@
+// The layer kernel: consecutive decoder layers of one pass as one persistent launch, one block of 12 warps an SM.
+//
+//   warp 0        streams weights and history keys into the ring, in the order of use
+//   warps 1 to 3  add the partial sums of the MMA warps
+//   warps 4 to 11 multiply
+//   warps 1 to 11 run the row tasks between the GEMMs
+//
+// A launch starts at the embedding (pass.first) or at the attention of its first layer, and ends after its last layer's
+// residual (pass.last) or with the heads of its last layer, as cpu/layer.h says. Phases hand values on through tagged
+// frames (context.cuh): there is no barrier over the grid, and no fence.
+//
+// Bits: those of the CPU twin up to the inner order of an MMA; the same for any number of rows, blocks, ranks, and
+// for any split of the layers into launches.
+#pragma once
+
+#include "layer/combine.cuh"
+#include "layer/experts.cuh"
+#include "layer/residual.cuh"
+#include "layer/route.cuh"
+
+namespace musejax::layer {
+
+template <typename S>
+struct Shared {
+  SharedBuffers buffers;
+  RouteShared route;
+  alignas(16) float residual[kResidualFloats<S>];
+  Where where[kWarps];
+  alignas(8) uint8_t contexts[kWarps][sizeof(Context<S>)];
+};
+
+// Numbers of phases in error reports; musejax/kernels/errors.py names them.
+enum Phase : int { kHeadsIn, kAttention, kAttentionOut, kPool, kRouting, kUp, kDown, kCombine, kUnpool, kStream };
+
+// Points of a layer that Stamp marks, in order of time.
+namespace Point {
+enum : int { kCredit, kSquaresZ, kCredits, kZ, kQkvgSums, kHeads, kHistory, kTail, kMerge, kOutSums, kA, kAddedA, kSquaresX, kX, kRouterSums, kPoolerSums, kScores, kP, kH, kChosen, kListed, kUpSums, kDownSums, kM, kUnpoolerSums, kF, kAddedF };
+}
+
+// By all threads; ends with a block barrier.
+template <typename S>
+__device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Shared<S>& shared) {
+  const int warp = threadIdx.x / 32, block = blockIdx.x;
+  InitBuffers(shared.buffers);
+  InitRoute(shared.route);
+  Context<S>& c = *reinterpret_cast<Context<S>*>(shared.contexts[warp]);
+  if (threadIdx.x % 32 == 0) {
+    shared.where[warp] = {params.error, params.abort, uint32_t(params.budget_ns >> 10), params.rank, block, warp};
+    new (&c) Context<S>{params,
+                        params.layers,
+                        {&shared.where[warp]},
+                        params.layers[0],
+                        warp,
+                        block,
+                        int(gridDim.x),
+                        Clamp(params.state[1], 0, params.rows),
+                        Max(params.state[0], 0),
+                        Clamp(params.state[2], 0, Min(kRows, Max(params.state[0], 0))),
+                        0,
+                        params.epochs[block] + 1,
+                        !params.first};
+  }
+  __syncthreads();
+  return c;
+}
+
+template <typename S>
+__device__ __forceinline__ bool RunsWhole(const Context<S>& c) {
+  return c.pass.last || c.layer + 1 < c.pass.count_layers;
+}
+
+// From one layer to the next: what is written from here on belongs to the next epoch.
+template <typename S>
+__device__ __forceinline__ void NextLayer(Context<S>& c) {
+  c.GoTo(c.layer + 1, c.epoch + 1, false);
+}
+
+// ---- warp 0 ----
+
+template <typename S>
+__device__ void Stream(Context<S>& c, Shared<S>& shared) {
+  Producer producer{{}, ptx::CreatePolicyEvictFirst()};
+  const bool pushes = c.lane() == 0;
+  c.waiter.At(c.layer, kStream);
+  if (pushes && c.pass.first) StreamDense(c, producer, Dense::kQkvg);
+  for (int n = 0; RunsWhole(c); ++n) {
+    if (pushes) {
+      StreamHistory(c, producer);
+      StreamDense(c, producer, Dense::kOut);
+      StreamDense(c, producer, Dense::kPooler);
+      WaitBarrier(c.waiter, &shared.route.listed, n & 1);
+      StreamExperts<true>(c, shared.route, producer);
+      StreamExperts<false>(c, shared.route, producer);
+      StreamDense(c, producer, Dense::kUnpooler);
+    }
+    if (c.layer + 1 == c.pass.count_layers) break;
+    NextLayer(c);
+    if (pushes) StreamDense(c, producer, Dense::kQkvg);
+  }
+  if (pushes) producer.Drain();
+}
+
+// ---- warps 1 to 11 ----
+
+template <bool kUp, typename S>
+__device__ void RunExperts(Context<S>& c, RouteShared& route, Consumer& consumer) {
+  if (c.warp >= kFirstMmaWarp)
+    ExpertUnits<kUp>(c, route, consumer);
+  else
+    ExpertSums<kUp>(c, route, consumer);
+}
+
+// S -> z -> heads of the layer at hand.
+template <typename S>
+__device__ void IntoAttention(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
+  using F = Frames<S>;
+  c.waiter.At(c.layer, kHeadsIn);
+  GiveCredit(c);
+  Stamp(c, Point::kCredit);
+  PublishSquares(c, shared.residual, F::sums_z);
+  Stamp(c, Point::kSquaresZ);
+  AwaitCredits(c);
+  Stamp(c, Point::kCredits);
+  const SmallLayout at = SmallOf(c);
+  PublishNormed(c, shared.residual, c.arrays().small + at.input_norm, F::sums_z, F::z);
+  Stamp(c, Point::kZ);
+  RunDense(c, consumer, Dense::kQkvg);
+  Stamp(c, Point::kQkvgSums);
+  FinishHeads(c, !RunsWhole(c));
+  Stamp(c, Point::kHeads);
+}
+
+template <typename S>
+__device__ void AttentionBranch(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
+  using F = Frames<S>;
+  c.waiter.At(c.layer, kAttention);
+  if (c.warp >= kFirstMmaWarp) AttendHistory(c, consumer);
+  Stamp(c, Point::kHistory);
+  AttendTail(c);
+  Stamp(c, Point::kTail);
+  MergeAttention(c);
+  Stamp(c, Point::kMerge);
+  c.waiter.At(c.layer, kAttentionOut);
+  RunDense(c, consumer, Dense::kOut);
+  Stamp(c, Point::kOutSums);
+  FinishBranch(c, F::part_out, DenseOf<S, Dense::kOut>::kChunks, nullptr, F::a, F::sums_a);
+  Stamp(c, Point::kA);
+  const SmallLayout at = SmallOf(c);
+  AddBranch(c, shared.residual, c.arrays().small + at.attention_residual_gate, nullptr, F::a, F::sums_a);
+  Stamp(c, Point::kAddedA);
+}
+
+template <typename S>
+__device__ void ExpertBranch(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
+  using F = Frames<S>;
+  const SmallLayout at = SmallOf(c);
+  const float* small = c.arrays().small;
+  c.waiter.At(c.layer, kPool);
+  PublishSquares(c, shared.residual, F::sums_x);
+  Stamp(c, Point::kSquaresX);
+  PublishNormed(c, shared.residual, small + at.ffn_norm, F::sums_x, F::x);
+  Stamp(c, Point::kX);
+  RunDense(c, consumer, Dense::kRouter);
+  Stamp(c, Point::kRouterSums);
+  RunDense(c, consumer, Dense::kPooler);
+  Stamp(c, Point::kPoolerSums);
+  FinishRouter(c);
+  Stamp(c, Point::kScores);
+  FinishPooler(c);
+  Stamp(c, Point::kP);
+  c.waiter.At(c.layer, kRouting);
+  NormExperts(c);
+  Stamp(c, Point::kH);
+  ChooseExperts(c, shared.route);
+  Stamp(c, Point::kChosen);
+  ListVisits(c, shared.route);  // a barrier: every row's attention is over
+  StoreKeys(c);
+  c.waiter.At(c.layer, kUp);
+  Stamp(c, Point::kListed);
+  RunExperts<true>(c, shared.route, consumer);
+  Stamp(c, Point::kUpSums);
+  c.waiter.At(c.layer, kDown);
+  RunExperts<false>(c, shared.route, consumer);
+  Stamp(c, Point::kDownSums);
+  c.waiter.At(c.layer, kCombine);
+  CombineExperts(c, shared.route);
+  Stamp(c, Point::kM);
+  c.waiter.At(c.layer, kUnpool);
+  RunDense(c, consumer, Dense::kUnpooler);
+  Stamp(c, Point::kUnpoolerSums);
+  FinishBranch(c, F::part_unpool, DenseOf<S, Dense::kUnpooler>::kChunks, small + at.post_ffn_norm, F::f, F::sums_f);
+  Stamp(c, Point::kF);
+  AddBranch(c, shared.residual, small + at.ffn_residual_gate, small + at.post_ffn_norm, F::f, F::sums_f);
+  Stamp(c, Point::kAddedF);
+}
+
+template <typename S>
+__device__ void RunRows(Context<S>& c, Shared<S>& shared) {
+  Consumer consumer;
+  LoadStream(c, shared.residual);
+  if (c.pass.first)
+    IntoAttention(c, shared, consumer);
+  else
+    PublishHeads(c);
+  while (RunsWhole(c)) {
+    AttentionBranch(c, shared, consumer);
+    ExpertBranch(c, shared, consumer);
+    if (c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
+    if (c.layer + 1 == c.pass.count_layers) break;
+    NextLayer(c);
+    IntoAttention(c, shared, consumer);
+  }
+  if (!c.pass.last) StoreKeys(c);
+  StoreStream(c, shared.residual, c.pass.stream);
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads, 1) Layers(const __grid_constant__ PassParams params) {
+  Shared<S>& shared = *reinterpret_cast<Shared<S>*>(ptx::DynamicShared());
+  Context<S>& c = BeginPass(params, shared);
+  if (c.warp > 0)
+    RunRows(c, shared);
+  else
+    Stream(c, shared);
+  __syncwarp();
+  if (c.lane() == 0) c.waiter.Report();
+  if (threadIdx.x == 32) params.epochs[blockIdx.x] = c.epoch;
+}
+
+}  // namespace musejax::layer

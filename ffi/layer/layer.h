@@ -1,0 +1,54 @@
+// Host side of the layer kernel: which sizes it was compiled for, its workspace, its launch and its errors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+#include <vector>
+
+#include "common/layout.h"
+
+namespace musejax::layer {
+
+struct PassParams;  // context.cuh
+struct ErrorBlock;  // words.cuh
+
+// Sizes of one instance (Sizes in sizes.h).
+struct Instance {
+  int hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, slices;
+  int64_t (*frame_bytes)(int max_units);  // of one parity
+  cudaError_t (*launch)(const PassParams& pass, int blocks, cudaStream_t stream);
+  int (*min_blocks)();  // fewer cannot hold the residual stream
+};
+
+const std::vector<Instance>& Instances();
+// The instance of a model for a rank of `slices` slices, null if there is none.
+const Instance* FindInstance(const Shape& shape, int64_t top_k, int64_t slices);
+
+// What a launch needs beside its operands: frames, epochs, abort flag; one per device, instance and capacity, made on
+// first use (not while a graph is captured) and kept for the life of the process.
+struct Workspace {
+  uint8_t* frames;
+  uint32_t *epochs, *abort;
+  uint64_t* stamps;  // null in builds without MUSEJAX_LAYER_STAMPS
+  int blocks, max_units;
+};
+// Throws std::runtime_error with the CUDA error.
+const Workspace& WorkspaceOf(const Instance& instance, int64_t slots);
+
+// Where kernels of this process report a wait that did not end; mapped to all devices.
+ErrorBlock* Errors();
+// Text of a reported error, empty if there is none. An error is cleared, and all workspaces of the current device with
+// it, by ResetAfterError; until then the state of a pass that failed means nothing.
+std::string ErrorText();
+cudaError_t ResetAfterError();
+
+// Stamps of the last launch of the workspace made last on the current device, [blocks][warps][layers][points]; empty in
+// builds without MUSEJAX_LAYER_STAMPS.
+std::vector<uint64_t> Stamps();
+
+// Spin budget in nanoseconds of launches from now on (2 s at first).
+void SetSpinBudget(uint64_t ns);
+uint64_t SpinBudget();
+
+}  // namespace musejax::layer

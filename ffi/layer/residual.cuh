@@ -1,0 +1,252 @@
+// The residual stream and what finishes the dense GEMMs: row tasks between the phases.
+//
+// S is held in shared memory: SM j owns block j of 64 columns (and j + blocks, ...), one warp a row, always the same.
+// Bits: as cpu/norm.cc, cpu/attn_in.cc and cpu/router.cc, operation by operation.
+#pragma once
+
+#include "layer/attention.cuh"
+#include "layer/dense.cuh"
+
+namespace musejax::layer {
+
+// Of S in one SM: a block of 64 columns; of narrower ones all there are.
+template <typename S>
+inline constexpr int kResidualFloats = S::kHiddenBlock == 64 ? kRows * 64 : 2048;
+
+// Calls task(block of S, row, where the lane's two columns of S are) for all rows of this warp.
+template <typename S, typename Task>
+__device__ __forceinline__ void ForResidual(const Context<S>& c, float* residual, const Task& task) {
+  int owned = 0;
+  for (int j = c.block; j < S::kHiddenBlocks; j += c.blocks, ++owned)
+    for (int row = c.warp - 1; row < kRows; row += kRowWarps)
+      task(j, row, reinterpret_cast<Two*>(residual + (owned * kRows + row) * S::kHiddenBlock) + c.lane());
+}
+
+// Two columns' parameters, 1 in lanes beyond the block.
+template <int kWidth>
+__device__ __forceinline__ Two Columns(const float* x, int block, int lane) {
+  if (lane >= kWidth / 2) return {1.0f, 1.0f};
+  const float2 v = __ldg(reinterpret_cast<const float2*>(x + block * kWidth) + lane);
+  return {v.x, v.y};
+}
+__device__ __forceinline__ Two Centred(Two gamma) { return Rounded({1.0f + gamma.a, 1.0f + gamma.b}); }
+
+template <typename S>
+__device__ __noinline__ void LoadStream(const Context<S>& c, float* residual) {
+  InShared(c);
+  ForResidual(c, residual, [&](int j, int row, Two* s) {
+    const bool here = c.lane() < S::kHiddenBlock / 2;
+    Two v = {0.0f, 0.0f};
+    if (here && row < c.pass.rows)
+      v = reinterpret_cast<const Two*>(c.pass.stream + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()];
+    if (here) *s = v;
+  });
+}
+
+template <typename S>
+__device__ __noinline__ void StoreStream(const Context<S>& c, float* residual, float* to) {
+  InShared(c);
+  ForResidual(c, residual, [&](int j, int row, Two* s) {
+    if (c.lane() < S::kHiddenBlock / 2 && row < c.pass.rows)
+      reinterpret_cast<Two*>(to + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()] = *s;
+  });
+}
+
+struct Gate {
+  float alpha, beta;
+};
+__device__ __forceinline__ Gate GateOf(const Model& m, float published) {
+  const float u = published / m.gate_temperature;
+  const float beta = SigmoidOf(u), square = SigmoidOf(-u) * (1.0f + beta);
+  return {sqrtf(square < m.gate_floor ? m.gate_floor : square), beta};
+}
+
+// S = alpha S + beta r(n), n the normed branch; then its sum of squares is published.
+//   branch, sums: frames of the branch's rows and of the sums of squares of branch times gamma (null: of branch).
+template <typename S>
+__device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, const float* gate, const float* gamma,
+                                       int64_t branch, int64_t sums) {
+  InShared(c);
+  constexpr int kWidth = S::kHiddenBlock;
+  const Model& m = c.pass.model;
+  int at = -1;
+  Gate first{}, second{};
+  Two gain{};
+  ForResidual(c, residual, [&](int j, int row, Two* s) {
+    if (at != j) {
+      const Two g = Columns<kWidth>(gate, j, c.lane());
+      first = GateOf(m, g.a), second = GateOf(m, g.b);
+      if (gamma) gain = Centred(Columns<kWidth>(gamma, j, c.lane()));
+      at = j;
+    }
+    Two n = Unpack(ReceiveColumns<kWidth>(c.waiter, RecordAt<kWidth>(c.Frame(branch), j * kRows + row), c.epoch));
+    if (gamma) n = Rounded({n.a * gain.a, n.b * gain.b});
+    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks;
+    const float rstd = RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, m.post_eps);
+    n = Rounded({n.a * rstd, n.b * rstd});
+    if (c.lane() < kWidth / 2)
+      *s = {fmaf(first.alpha, s->a, first.beta * n.a), fmaf(second.alpha, s->b, second.beta * n.b)};
+  });
+}
+
+template <typename S>
+__device__ __noinline__ void PublishSquares(const Context<S>& c, float* residual, int64_t sums) {
+  InShared(c);
+  ForResidual(c, residual, [&](int j, int row, Two* s) {
+    const Two v = c.lane() < S::kHiddenBlock / 2 ? *s : Two{0.0f, 0.0f};
+    const float leaf = LeafSquares<S::kHiddenBlock>(v);
+    if (c.lane() == 0)
+      PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks + j, leaf, c.epoch);
+  });
+}
+
+// x = r(rms(S) r(1 + gamma)), published in frame `to`.
+template <typename S>
+__device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual, const float* gamma, int64_t sums,
+                                           int64_t to) {
+  InShared(c);
+  constexpr int kWidth = S::kHiddenBlock;
+  ForResidual(c, residual, [&](int j, int row, Two* s) {
+    const Two gain = Centred(Columns<kWidth>(gamma, j, c.lane()));
+    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks;
+    const float rstd =
+        RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, c.pass.model.rms_eps);
+    const Two v = c.lane() < kWidth / 2 ? *s : Two{0.0f, 0.0f};
+    PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), j * kRows + row),
+                          RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch));
+  });
+}
+
+// ---- credits: this SM has ended the epoch before ----
+
+template <typename S>
+__device__ __noinline__ void GiveCredit(const Context<S>& c) {
+  InShared(c);
+  ptx::BarSync(1, 32 * kRowWarps);
+  if (c.warp == 1 && c.lane() == 0)
+    PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(Frames<S>::credits)) + c.block, 0.0f, c.epoch);
+}
+template <typename S>
+__device__ __noinline__ void AwaitCredits(const Context<S>& c) {
+  InShared(c);
+  const uint64_t* credits = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::credits));
+#pragma unroll 1
+  for (int i = 0; i < c.blocks; i += 32)
+    ReceiveFloat<Scope::kGpu>(c.waiter, c.epoch, credits + Min(i + c.lane(), c.blocks - 1));
+}
+
+// ---- ends of the dense GEMMs ----
+
+// A branch back to the hidden width, attention's or the experts': rows and sums of squares to all ranks.
+//   partial, chunks: the GEMM's partial frame and chunks of K
+template <typename S>
+__device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, int chunks, const float* gamma,
+                                          int64_t rows, int64_t sums) {
+  InShared(c);
+  constexpr int kWidth = S::kHiddenBlock, kBlocks = S::kHiddenBlocks / int(kSlices);  // of a slice
+  c.ForTasks(S::kHiddenBlocksHere * kRows, [&](int task) {
+    const int row = task % kRows, at = task / kRows, slice = at / kBlocks, block = at % kBlocks;
+    const Word* first = reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * 6;
+    const Two v = Rounded(FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks));
+    Two n = v;
+    if (gamma) {
+      const Two gain = Centred(Columns<kWidth>(gamma, c.pass.rank * S::kHiddenBlocksHere + at, c.lane()));
+      n = Rounded({v.a * gain.a, v.b * gain.b});
+    }
+    const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
+    const float leaf = LeafSquares<kWidth>(n);
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      const int j = to * kBlocks + block;
+      PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, rows), j * kRows + row), word);
+      if (c.lane() == 0)
+        PublishFloat<Scope::kSys>(
+            reinterpret_cast<uint64_t*>(c.FrameOf(frames, sums)) + row * S::kHiddenBlocks + j, leaf, c.epoch);
+    });
+  });
+}
+
+template <typename S>
+__device__ __noinline__ void FinishPooler(const Context<S>& c) {
+  InShared(c);
+  constexpr int kWidth = S::kMoeBlock, kBlocks = S::kMoeBlocks / int(kSlices);
+  c.ForTasks(S::kMoeBlocksHere * kRows, [&](int task) {
+    const int row = task % kRows, slice = task / kRows / kBlocks, block = task / kRows % kBlocks;
+    const Two v = Rounded(FinishColumns<S, Dense::kPooler, kWidth>(c, slice, block * kWidth / 16, row));
+    const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
+    const float leaf = LeafSquares<kWidth>(v);
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      const int j = to * kBlocks + block;
+      PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, Frames<S>::p), j * kRows + row), word);
+      if (c.lane() == 0)
+        PublishFloat<Scope::kSys>(
+            reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::sums_p)) + row * S::kMoeBlocks + j, leaf, c.epoch);
+    });
+  });
+}
+
+template <typename S>
+__device__ __noinline__ void FinishRouter(const Context<S>& c) {
+  InShared(c);
+  using D = DenseOf<S, Dense::kRouter>;
+  c.ForTasks(S::kSlicesHere * D::kTiles * kRows, [&](int task) {
+    const int row = task % kRows, slice = task / kRows / D::kTiles, tile = task / kRows % D::kTiles;
+    const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
+    const float score[2] = {SigmoidOf(v.a * c.pass.model.output_multiplier),
+                            SigmoidOf(v.b * c.pass.model.output_multiplier)};
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      uint64_t* scores = reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::scores)) + row * S::kExperts;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = tile * 16 + 2 * c.lane() + i;
+        if (c.lane() < 8 && column < D::kColumns)
+          PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], c.epoch);
+      }
+    });
+  });
+}
+
+// r(rms(x)), then rotated: pairs (i, i + 32).
+template <typename S>
+__device__ __forceinline__ Two NormAndRotate(const Context<S>& c, Two x, int row) {
+  const float rstd = Rstd(LeafSquares<64>(x), 64, c.pass.model.rms_eps);
+  Two y = Rounded({x.a * rstd, x.b * rstd});
+  const float* angles = c.arrays().cos_sin;
+  const Two other = {__shfl_xor_sync(kAllLanes, y.a, 16), __shfl_xor_sync(kAllLanes, y.b, 16)};
+  if (!angles || row >= c.pass.rows) return y;
+  const float2 cosine = __ldg(reinterpret_cast<const float2*>(angles + row * 64) + c.lane() % 16);
+  const float2 sine = __ldg(reinterpret_cast<const float2*>(angles + row * 64 + 32) + c.lane() % 16);
+  if (c.lane() < 16) return {fmaf(y.a, cosine.x, -(other.a * sine.x)), fmaf(y.b, cosine.y, -(other.b * sine.y))};
+  return {fmaf(y.a, cosine.x, other.a * sine.x), fmaf(y.b, cosine.y, other.b * sine.y)};
+}
+
+// Heads of the layer at hand: q, k, v and gate, for its attention; and in global memory if that is another launch's.
+template <typename S>
+__device__ __noinline__ void FinishHeads(const Context<S>& c, bool leave) {
+  InShared(c);
+  constexpr int kQ = S::kHeads / int(kSlices), kKv = S::kKvHeads / int(kSlices), kEach = 2 * (kQ + kKv);
+  using F = Frames<S>;
+  c.ForTasks(S::kSlicesHere * kEach * kRows, [&](int task) {
+    const int row = task % kRows, slice = task / kRows / kEach, head = task / kRows % kEach;
+    const Two x = Rounded(FinishColumns<S, Dense::kQkvg, 64>(c, slice, head * 4, row));
+    const bool is_q = head < kQ, is_k = !is_q && head < kQ + kKv, is_gate = head >= kQ + 2 * kKv;
+    const Two y = is_q || is_k ? NormAndRotate(c, x, row) : x;
+    const uint32_t columns = PackBf16(y.a, y.b);
+    if (is_gate || is_q) {
+      const int h = slice * kQ + (is_q ? head : head - kQ - 2 * kKv);
+      if (is_q)
+        PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(F::q), h * kRows + row), columns, c.epoch);
+      else
+        ptx::StRelaxed<Scope::kGpu>(
+            reinterpret_cast<uint64_t*>(c.Frame(F::gate)) + (h * kRows + row) * 32 + c.lane(),
+            uint64_t(c.epoch) << 32 | columns);
+      uint16_t* plain = is_q ? c.pass.q : c.pass.gate;
+      if (leave && row < c.pass.rows)
+        reinterpret_cast<uint32_t*>(plain + (int64_t(h) * c.pass.rows + row) * 64)[c.lane()] = columns;
+    } else {
+      const int h = slice * kKv + (is_k ? head - kQ : head - kQ - kKv);
+      PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(is_k ? F::k : F::v), h * kRows + row), columns, c.epoch);
+    }
+  });
+}
+
+}  // namespace musejax::layer

@@ -1,0 +1,105 @@
+// Row tasks: one warp and one row of a block of at most 64 columns. Lane i holds columns 2i and 2i + 1; lanes beyond
+// the block hold zeros. All between GEMMs is made of these.
+//
+// Bits: sums of squares in the order of cpu/phases.h SumOfSquares; a block is a leaf.
+#pragma once
+
+#include "common/math.h"
+#include "layer/context.cuh"
+
+namespace musejax::layer {
+
+struct Two {
+  float a, b;
+};
+
+__device__ __forceinline__ uint32_t PackBf16(float a, float b) { return ptx::CvtRnBf16x2(a, b); }
+__device__ __forceinline__ Two Unpack(uint32_t r) { return {FromBf16(uint16_t(r)), FromBf16(uint16_t(r >> 16))}; }
+__device__ __forceinline__ Two Rounded(Two v) { return Unpack(PackBf16(v.a, v.b)); }
+
+// The sum over a block's columns, in all lanes: 16-column trees (8, 4, 2, 1), ascending from +0.
+template <int kWidth>
+__device__ __forceinline__ float LeafSum(Two v) {
+#pragma unroll
+  for (int x = 4; x; x /= 2) {
+    v.a = v.a + __shfl_xor_sync(kAllLanes, v.a, x);
+    v.b = v.b + __shfl_xor_sync(kAllLanes, v.b, x);
+  }
+  const float tree = v.a + v.b;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWidth / 16; ++i) sum = sum + __shfl_sync(kAllLanes, tree, 8 * i);
+  return sum;
+}
+template <int kWidth>
+__device__ __noinline__ float LeafSquares(Two v) {
+  return LeafSum<kWidth>({v.a * v.a, v.b * v.b});
+}
+
+// 1 / sqrt(mean + eps), as cpu/norm.cc RmsNorm.
+__device__ __forceinline__ float Rstd(float sum, int width, float eps) { return 1.0f / sqrtf(sum / float(width) + eps); }
+
+// Rstd of a row of `width` columns from the tagged sums of its kLeaves leaves: inside each of 8 slices ascending from
+// +0, then the slices. In all lanes.
+template <int kLeaves>
+__device__ __noinline__ float RstdOfLeaves(Waiter waiter, uint32_t tag, const uint64_t* leaves, int width, float eps) {
+  constexpr int kEach = kLeaves / int(kSlices);
+  float leaf[kEach], slice = 0.0f;
+  leaves += threadIdx.x % int(kSlices) * kEach;
+  ReceiveFloats(waiter, tag, [&](int i) { return leaves + i; }, leaf);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) slice = slice + leaf[i];
+  float total = 0.0f;
+#pragma unroll
+  for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, s);
+  return Rstd(total, width, eps);
+}
+
+inline __device__ __noinline__ float SigmoidOf(float x) { return Sigmoid(x); }
+
+// ---- records: a row of a block in MMA operand order --------------------------------------------------------------
+//
+// Of 16 columns, t (of 4) holds 2t, 2t + 1 in its even and 2t + 8, 2t + 9 in its odd register. Words of t lie together:
+// word w of t is at [t][w].
+
+template <int kWidth>
+__device__ __forceinline__ Word* RecordAt(uint8_t* frame, int64_t row) {
+  return reinterpret_cast<Word*>(frame) + row * 4 * RecordWords(kWidth);
+}
+
+// Of a row that lies two columns a lane: the word that this lane (below 4 RecordWords) publishes.
+template <int kWidth>
+__device__ __noinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
+  constexpr int kWords = RecordWords(kWidth), kRegs = RecordRegisters(kWidth);
+  const int lane = threadIdx.x % 32, t = lane / kWords % 4, first = lane % kWords * 3;
+  uint32_t r[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const int reg = first + i < kRegs ? first + i : 0;
+    r[i] = __shfl_sync(kAllLanes, columns, reg * 4 + t);  // lane of register reg of t: its columns are 2 lane, 2 lane + 1
+  }
+  return MakeWord(r[0], r[1], r[2], tag);
+}
+template <int kWidth>
+__device__ __forceinline__ void PublishRecord(Word* record, const Word& word) {
+  const int lane = threadIdx.x % 32;
+  if (lane < 4 * RecordWords(kWidth)) ptx::StRelaxed<Scope::kSys>(record + lane, word);
+}
+
+// The same row, received two columns a lane.
+template <int kWidth>
+__device__ __noinline__ uint32_t ReceiveColumns(Waiter waiter, const Word* record, uint32_t tag) {
+  constexpr int kWords = RecordWords(kWidth);
+  const int lane = threadIdx.x % 32;
+  Word w[1];
+  const Word* mine = record + Min(lane, 4 * kWords - 1);
+  Receive<Scope::kSys>(waiter, tag, [&](int) { return mine; }, w);
+  const int reg = lane / 4, from = lane % 4 * kWords + reg / 3;
+  const uint32_t r0 = __shfl_sync(kAllLanes, Register(w[0], 0), from);
+  const uint32_t r1 = __shfl_sync(kAllLanes, Register(w[0], 1), from);
+  const uint32_t r2 = __shfl_sync(kAllLanes, Register(w[0], 2), from);
+  const uint32_t out = reg % 3 == 0 ? r0 : reg % 3 == 1 ? r1 : r2;
+  return lane < kWidth / 2 ? out : 0;
+}
+
+}  // namespace musejax::layer

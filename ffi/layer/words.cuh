@@ -1,0 +1,147 @@
+// Tagged words: 16 bytes, three 32-bit registers of payload and a 32-bit tag, written and read as one access, so that
+// data is its own flag and no fence is needed. 8-byte words hold one register and a tag.
+//
+// The tag is the epoch of the layer that wrote the word, compared for equality only. Every spin is bounded: on expiry
+// the first waiter fills the error block, all others leave at once, and values received after that mean nothing.
+#pragma once
+
+#include "common/ptx.cuh"
+
+namespace musejax::layer {
+
+inline constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+inline constexpr uint32_t kPollNs = 64;  // between two looks at a word that is not there yet
+
+using ptx::Scope;
+using ptx::Word;
+
+// What the host reads after a wait that did not end. In host memory mapped to the device.
+struct ErrorBlock {
+  uint32_t set;  // 0: no error; 1: claimed; 2: the rest is written
+  int32_t rank, block, warp, layer, phase;
+  uint32_t wanted, seen;
+};
+
+// Where a warp is, and how its waits went; in shared memory.
+struct Where {
+  ErrorBlock* error;
+  uint32_t* abort;  // in device memory, of all blocks: somebody has given up
+  uint32_t budget;  // of a wait, in 1,024 ns
+  int rank, block, warp, layer, phase;
+  uint32_t aborted;       // waits end at once from here on
+  uint32_t expired;       // a wait of this warp was the one that took too long:
+  uint32_t wanted, seen;  // for this, finding that
+};
+
+// A thread's waits. Small, so that a copy costs nothing; no calls, so that registers stay where they are.
+struct Waiter {
+  Where* where;
+
+  // One wait: Expired is called after each try that failed; true: give up.
+  struct Wait {
+    Where* where;
+    uint32_t tries = 0, started = 0;
+    __device__ __forceinline__ bool Expired(uint32_t wanted, uint32_t seen) {
+      if (++tries % 128 != 0) return false;
+      const uint32_t now = uint32_t(ptx::GlobalTimer() >> 10);
+      if (tries == 128) started = now;
+      const bool late = now - started > where->budget;
+      if (!late && !where->aborted && !ptx::LdRelaxed<Scope::kGpu>(where->abort)) return false;
+      if (late && !where->aborted) where->expired = 1, where->wanted = wanted, where->seen = seen;
+      where->aborted = 1;
+      ptx::StRelaxed<Scope::kGpu>(where->abort, 1u);
+      return true;
+    }
+  };
+  __device__ __forceinline__ Wait Begin() const { return {where}; }
+  __device__ __forceinline__ bool Aborted() const { return *const_cast<volatile uint32_t*>(&where->aborted) != 0; }
+  __device__ __forceinline__ void At(int layer, int phase) const {
+    if (!where->aborted) where->layer = layer, where->phase = phase;
+  }
+
+  // At the end: the first warp whose wait expired fills the error block.
+  __device__ void Report() const {
+    ErrorBlock* error = where->error;
+    if (!where->expired || atomicCAS_system(&error->set, 0u, 1u) != 0) return;
+    error->rank = where->rank, error->block = where->block, error->warp = where->warp;
+    error->layer = where->layer, error->phase = where->phase, error->wanted = where->wanted, error->seen = where->seen;
+    __threadfence_system();
+    *reinterpret_cast<volatile uint32_t*>(&error->set) = 2;
+  }
+};
+
+__device__ __forceinline__ Word MakeWord(uint32_t r0, uint32_t r1, uint32_t r2, uint32_t tag) {
+  return {uint64_t(r1) << 32 | r0, uint64_t(tag) << 32 | r2};
+}
+__device__ __forceinline__ uint32_t EpochOf(const Word& w) { return uint32_t(w.hi >> 32); }
+// Register i of 3.
+__device__ __forceinline__ uint32_t Register(const Word& w, int i) {
+  return i == 0 ? uint32_t(w.lo) : i == 1 ? uint32_t(w.lo >> 32) : uint32_t(w.hi);
+}
+
+template <Scope kScope>
+__device__ __forceinline__ void Publish(Word* to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t tag) {
+  ptx::StRelaxed<kScope>(to, MakeWord(r0, r1, r2, tag));
+}
+
+// Waits until the tag at `missing` (null: none) of the first lane that misses one is there. Only this word is read, and
+// not all the time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole
+// warps; false: nothing is missing, or given up.
+__device__ __forceinline__ bool Await(Waiter::Wait& wait, uint32_t tag, const uint32_t* missing) {
+  const uint32_t lanes = __ballot_sync(kAllLanes, missing != nullptr);
+  if (lanes == 0) return false;
+  const uint64_t first = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(missing), __ffs(int(lanes)) - 1);
+  for (;;) {
+    ptx::NanoSleep(kPollNs);
+    const uint32_t seen = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const uint32_t*>(first));
+    if (seen == tag) return true;
+    if (wait.Expired(tag, seen)) return false;
+  }
+}
+
+// N words at at(0) .. at(N - 1), each waited for. By whole warps.
+template <Scope kScope, int N, typename At>
+__device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N]) {
+  Waiter::Wait wait = waiter.Begin();
+  const uint32_t* missing;
+  do {
+    missing = nullptr;
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<kScope>(at(i));
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (EpochOf(w[i]) != tag) missing = reinterpret_cast<const uint32_t*>(at(i)) + 3;
+  } while (Await(wait, tag, missing));
+}
+
+// The same of tagged floats.
+template <int N, typename At>
+__device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N]) {
+  Waiter::Wait wait = waiter.Begin();
+  const uint32_t* missing;
+  do {
+    missing = nullptr;
+    uint64_t w[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = __uint_as_float(uint32_t(w[i]));
+      if (uint32_t(w[i] >> 32) != tag) missing = reinterpret_cast<const uint32_t*>(at(i)) + 1;
+    }
+  } while (Await(wait, tag, missing));
+}
+
+// One float and its tag.
+template <Scope kScope>
+__device__ __forceinline__ void PublishFloat(uint64_t* to, float value, uint32_t tag) {
+  ptx::StRelaxed<kScope>(to, uint64_t(tag) << 32 | __float_as_uint(value));
+}
+template <Scope kScope>
+__device__ __forceinline__ float ReceiveFloat(Waiter waiter, uint32_t tag, const uint64_t* at) {
+  float v[1];
+  ReceiveFloats(waiter, tag, [&](int) { return at; }, v);
+  return v[0];
+}
+
+}  // namespace musejax::layer

@@ -1,0 +1,211 @@
+"""`musejax bench layer`: microseconds a decoder layer of the released sizes, one rank of 8 on one GPU.
+
+Weights are random and differ from layer to layer; all layers run in one launch of the layer kernel, whose exchanges with
+the seven other ranks are looped back to its own buffers. The rows' experts are drawn afresh for each launch: the
+residual stream is new, and each layer's selection bias admits only so many experts that the rows hit about D of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from musejax import ffi
+from musejax.bench.limits import BenchError
+from musejax.config import NUM_SLICES, RELEASED, DecodeConfig
+from musejax.kernels.attributes import layer_attributes, model_attribute
+from musejax.kernels.cache import MAX_ROWS
+from musejax.kernels.calls import Call
+from musejax.kernels.forward import chain
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Attributes:
+        distinct: experts that the rows are to hit (D); met on average.
+        rows: 1 to 16.
+        context: positions before the pass.
+        layers: layers in one launch, all with NVFP4 experts.
+        activations: as `DecodeConfig`.
+    """
+
+    distinct: int = 49
+    rows: int = 16
+    context: int = 2048
+    layers: int = 8
+    activations: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case's figures: microseconds a layer (10th, 50th, 90th percentile), bytes a layer, result.
+
+    Attributes:
+        distinct: experts hit a layer, mean over launches and layers.
+        histogram: how many experts were hit by 1, 2, ... rows, mean a layer.
+        weight_bytes, key_bytes: read a layer.
+        digest: hash of the residual streams of all launches.
+    """
+
+    us: tuple[float, float, float]
+    distinct: float
+    histogram: tuple[float, ...]
+    weight_bytes: float
+    key_bytes: int
+    digest: str
+
+
+def layout(config) -> dict:
+    return ffi.library("cpu").layout(
+        hidden=config.hidden_size, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim, moe_hidden=config.moe_hidden_size, moe_inner=config.moe_intermediate_size,
+        experts=config.num_local_experts, vocab=config.vocab_size, nvfp4=True)
+
+
+def expected_distinct(admitted: int, rows: int, k: int) -> float:
+    """Mean number of distinct experts if every row chooses k of `admitted` at random."""
+    return admitted * (1 - (1 - k / admitted) ** rows)
+
+
+def admitted_experts(case: Case, config) -> int:
+    """How many experts a layer's bias must admit for `case.distinct` to be hit on average."""
+    k, total = config.num_experts_per_tok, config.num_local_experts
+    counts = np.arange(k, total + 1)
+    return int(counts[np.argmin(np.abs(expected_distinct(counts, case.rows, k) - case.distinct))])
+
+
+@partial(jax.jit, static_argnames=("config", "admitted"))
+def random_layer(key, config, admitted: int) -> dict:
+    """One slice of a layer: dense uint8 [1, n], experts uint8 [1, e, n], small float32 [n]."""
+    at = layout(config)
+    keys = jax.random.split(key, 6)
+    dense = jax.lax.bitcast_convert_type(
+        (jax.random.normal(keys[0], (at["dense.bytes"] // 2,), jnp.float32) / 90).astype(jnp.bfloat16), jnp.uint8)
+    router = jax.lax.bitcast_convert_type(
+        jax.random.normal(keys[1], ((at["dense.unpooler"] - at["dense.router"]) // 4,), jnp.float32) / 90, jnp.uint8)
+    dense = dense.reshape(-1).at[at["dense.router"]:at["dense.unpooler"]].set(router.reshape(-1))
+    experts = jax.random.bits(keys[2], (config.num_local_experts, at["experts.bytes"]), jnp.uint8)
+    for name, k, tiles in (("gate_up", config.moe_hidden_size, 2 * config.moe_intermediate_size // NUM_SLICES // 16),
+                           ("down", config.moe_intermediate_size, config.moe_hidden_size // NUM_SLICES // 16)):
+        begin, codes, size = at[f"experts.{name}"], k // 64 * 512, k // 64 * (512 + 64)
+        part = experts[:, begin:begin + tiles * size].reshape(-1, tiles, size)
+        scales = part[..., codes:].reshape(-1, tiles, k // 64 * 32, 2)
+        fields = scales % 32 + 72  # E5M3 fields of 2^-1 to 2^2
+        low, high = fields[..., 0], fields[..., 1]
+        halves = jnp.stack([low << 4 | high >> 4, high << 4 | low >> 4], axis=-1).reshape(-1, tiles, k // 64 * 64)
+        part = part.at[..., codes:].set(halves)
+        experts = experts.at[:, begin:begin + tiles * size].set(part.reshape(-1, tiles * size))
+    small = jax.random.normal(keys[3], (at["small.count"],), jnp.float32) / 16
+    small = small.at[at["small.gate_up_global"]:].set(1 / 64)
+    order = jax.random.permutation(keys[4], config.num_local_experts)
+    bias = jnp.where(order < admitted, 0.0, -100.0)
+    small = small.at[at["small.router_bias"]:at["small.router_bias"] + config.num_local_experts].set(bias)
+    return {"dense": dense[None], "experts": experts[None], "small": small}
+
+
+@partial(jax.jit, static_argnames=("shape",))
+def random_bf16(key, shape):
+    return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+
+
+class LoopedLayers:
+    """`case.layers` layers of one rank of 8 on the default device, ready to run."""
+
+    def __init__(self, case: Case, seed: int = 0):
+        """Raises BenchError if the CUDA library has no instance for the released sizes."""
+        self.case = case
+        self.config = type(RELEASED)(nvfp4_layers=tuple(range(RELEASED.num_hidden_layers)))
+        c = self.config
+        if not any(instance[:2] == (c.hidden_size, c.num_attention_heads) and instance[-1] == 1
+                   for instance in ffi.library("cuda").layer_instances()):
+            raise BenchError("bench layer: expected a library compiled for the released sizes of one rank of 8, got "
+                             "one without; build with MUSEJAX_CUDA=ON")
+        # Layers 2, 3, 4, ... of the model: sliding and full as they come.
+        self.numbers = range(2, 2 + case.layers)
+        self.decode = DecodeConfig(activations=case.activations)
+        keys = jax.random.split(jax.random.key(seed), case.layers + 1)
+        admitted = admitted_experts(case, c)
+        self.params = [random_layer(k, c, admitted) for k in keys[1:]]
+        heads = c.num_key_value_heads // NUM_SLICES
+        self.kept = []
+        for n, i in enumerate(self.numbers):
+            slots = c.window(i) or case.context + 2 * MAX_ROWS
+            shape = (heads, slots, c.head_dim)
+            self.kept += [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
+                          for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim),
+                                                 (heads, MAX_ROWS, c.head_dim)))]
+        self.call = jax.jit(self._launch, donate_argnums=(1,))
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.params[0]["experts"].shape[2]
+
+    def _launch(self, stream, kept, params):
+        c, case = self.config, self.case
+        call = Call(c, self.decode, "cuda")
+        rows, n = case.rows, case.layers
+        heads = c.num_attention_heads // NUM_SLICES
+        parts = jnp.zeros((heads, rows, c.head_dim), jnp.bfloat16)
+        state = jnp.array([case.context, rows, 0], jnp.int32)
+        cos_sin = call.angles(case.context + jnp.arange(rows, dtype=jnp.int32))
+        operands = []
+        for i, p in enumerate(params):
+            operands += [p["dense"], p["experts"], p["small"], *kept[4 * i:4 * i + 4]]
+        like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        results = (like(stream), like(parts), like(parts),
+                   jax.ShapeDtypeStruct((n, rows, c.num_experts_per_tok), jnp.int32),
+                   jax.ShapeDtypeStruct((0, *stream.shape), jnp.float32), *map(like, kept))
+        alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(n) for i in range(4)}
+        out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
+            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
+            model=model_attribute(c, self.decode), first=True, last=True, **layer_attributes(c, self.numbers, ()))
+        return out[0], out[3], list(out[5:])
+
+    def stream(self, seed: int):
+        return jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
+
+    def launch(self, stream):
+        """One launch -> (stream, ids [layers, rows, k]); the caches are kept."""
+        stream, ids, self.kept = self.call(stream, self.kept, self.params)
+        return stream, ids
+
+
+def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0) -> Timing:
+    """Runs `batches` batches of `each` launches back to back, every launch with another stream, after one batch that is
+    not counted; a batch's time over its layers is one sample.
+
+    Raises:
+        BenchError: a result that is not finite.
+    """
+    layers = LoopedLayers(case, seed)
+    times, hits, digest = [], [], hashlib.sha256()
+    for n in range(batches + 1):
+        streams = jax.block_until_ready([layers.stream(1000 + n * each + i) for i in range(each)])
+        begin = time.perf_counter()
+        out = jax.block_until_ready([layers.launch(stream) for stream in streams])
+        elapsed = time.perf_counter() - begin
+        if n == 0:
+            continue
+        times.append(elapsed / each / case.layers)
+        for stream, ids in out:
+            hits.append(np.asarray(ids))
+            digest.update(np.asarray(stream).tobytes())
+            if not np.isfinite(np.asarray(stream)).all():
+                raise BenchError("bench layer: expected finite numbers, got others")
+    c = layers.config
+    counts = [np.bincount(row.reshape(-1), minlength=c.num_local_experts) for launch in hits for row in launch]
+    distinct = float(np.mean([np.count_nonzero(row) for row in counts]))
+    histogram = tuple(float(np.mean([np.count_nonzero(row == r) for row in counts])) for r in range(1, case.rows + 1))
+    keys = [min(case.context, c.window(i) or case.context) for i in layers.numbers]
+    key_bytes = int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES
+    us = tuple(float(x) * 1e6 for x in np.percentile(times, (10, 50, 90)))
+    weights = layers.params[0]["dense"].size + distinct * layers.expert_bytes
+    return Timing(us, distinct, histogram, weights, key_bytes, digest.hexdigest()[:12])

@@ -1,0 +1,42 @@
+"""`musejax bench`: measurements. `bench limits` measures the GPU itself."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from musejax.commands import UsageError
+
+DONE, FAILED = 0, 1
+
+
+def run(args: Namespace) -> int:
+    """Runs the measurement that `args.bench` names; its exit code."""
+    return {"limits": limits}[args.bench](args)
+
+
+def limits(args: Namespace) -> int:
+    """Prints one line per figure as they come; 1 if a check or a wait failed.
+
+    Raises:
+        UsageError, LibraryError, BenchError: what was expected and found; nothing was measured.
+    """
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: expected a file in a folder that exists, found no such folder")
+    from musejax.bench import limits as bench
+    from musejax.checkpoint.container import write_json
+
+    module, device = bench.open_library()
+    started = time.perf_counter()
+    print(f"{device}; medians, beside the figures measured on H200 that the design counts on\n\n{bench.COLUMNS}")
+    rows = []
+    for row in bench.measure(module, args.only or list(bench.GROUPS)):
+        rows.append(row)
+        print(bench.as_line(row), flush=True)
+    seconds = time.perf_counter() - started
+    if args.json is not None:
+        write_json(Path(args.json), bench.to_json(rows, device=device, version=module.version(), seconds=seconds))
+    failed = sum(row.status == "failed" for row in rows)
+    print(f"\n{f'{failed} of {len(rows)} rows failed' if failed else f'{len(rows)} rows'} ({seconds:.0f} s)")
+    return FAILED if failed else DONE

@@ -1,0 +1,115 @@
+// The layer kernel on the emulator, for tests: one C function that takes what the FFI call takes.
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "layer/layer.cuh"
+
+namespace {
+
+using namespace musejax;
+using namespace musejax::layer;
+
+struct Workspace {
+  std::vector<uint8_t> frames;
+  std::vector<uint32_t> epochs;
+};
+
+int only_rank = -1;  // if not negative, the other ranks of a launch do not run
+
+// Kept from call to call, as on a GPU: frames are used again under new tags.
+std::map<std::string, Workspace> workspaces;
+
+template <typename S>
+std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
+  ErrorBlock error{};
+  uint32_t abort = 0;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    PassParams& pass = ranks[r];
+    Workspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
+                              std::to_string(blocks) + "/" + std::to_string(r) + "/" + std::to_string(pass.max_units)];
+    w.frames.resize(2 * Frames<S>::Bytes(pass.max_units) + 16);
+    w.epochs.resize(blocks);
+    pass.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));
+    pass.epochs = w.epochs.data(), pass.abort = &abort, pass.error = &error, pass.rank = int(r);
+  }
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    Exchange& e = ranks[r].exchange;
+    e.count = S::kRanks;
+    const bool looped = int(ranks.size()) != S::kRanks;
+    for (int i = 0; i < e.count; ++i) {
+      e.frames[i] = ranks[looped ? r : i].frames;
+      e.first_slice[i] = (looped ? i : int(r)) * S::kSlicesHere;
+    }
+  }
+  emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), seed,
+                   [&] {
+                     const int rank = emulator::current->block->grid;
+                     if (only_rank < 0 || rank == only_rank) Layers<S>(ranks[rank]);
+                   });
+  if (!error.set) return "";
+  workspaces.clear();
+  return "rank " + std::to_string(error.rank) + " block " + std::to_string(error.block) + " warp " +
+         std::to_string(error.warp) + " layer " + std::to_string(error.layer) + " phase " +
+         std::to_string(error.phase) + " wanted " + std::to_string(error.wanted) + " saw " + std::to_string(error.seen);
+}
+
+}  // namespace
+
+// What the call is given for one rank; musejax's tests mirror it with ctypes.
+struct EmulatedRank {
+  float* stream;
+  uint16_t *q, *gate;
+  int32_t* ids;
+  const void* const* pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
+};
+
+// From now on only this rank runs in a launch of several; -1: all.
+extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
+
+// integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups, activations.
+// floats: rms_eps, ..., routed_scale as in ModelAttribute. numbers: of each layer slots, window, nvfp4.
+// Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
+extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
+                             const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
+                             const EmulatedRank* given, const int64_t* numbers, int slices, int blocks, uint32_t seed,
+                             int64_t max_units, double budget_ms, char* text, int text_size) {
+  Model m{};
+  m.shape = {integers[0], integers[1], integers[2], integers[3], integers[4], integers[5], integers[6]};
+  m.top_k = integers[7], m.vocab = integers[8], m.combine_groups = integers[9];
+  m.activations = Activations(integers[10]);
+  m.rms_eps = floats[0], m.post_eps = floats[1], m.route_eps = floats[2], m.attention_scale = floats[3];
+  m.output_multiplier = floats[4], m.softcap = floats[5], m.gate_temperature = floats[6], m.gate_floor = floats[7];
+  m.routed_scale = floats[8];
+  std::vector<PassParams> ranks(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) {
+    PassParams& pass = ranks[r];
+    pass.model = m, pass.count_layers = layers, pass.first = first, pass.last = last, pass.rows = rows;
+    pass.parents = parents, pass.state = state, pass.path = path, pass.stream = given[r].stream;
+    pass.q = given[r].q, pass.gate = given[r].gate, pass.ids = given[r].ids;
+    pass.budget_ns = uint64_t(budget_ms * 1e6), pass.max_units = int(max_units);
+    for (int i = 0; i < layers; ++i) {
+      const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[9 * i + j]); };
+      LayerArrays& l = pass.layers[i];
+      l.dense = static_cast<uint8_t*>(at(0)), l.experts = static_cast<uint8_t*>(at(1));
+      l.small = static_cast<float*>(at(2)), l.cos_sin = static_cast<float*>(at(3));
+      l.keys = static_cast<uint16_t*>(at(4)), l.values = static_cast<uint16_t*>(at(5));
+      l.flight_keys = static_cast<uint16_t*>(at(6)), l.flight_values = static_cast<uint16_t*>(at(7));
+      l.tap = static_cast<float*>(at(8));
+      l.slots = int(numbers[3 * i]), l.window = int(numbers[3 * i + 1]), l.nvfp4 = numbers[3 * i + 2] != 0;
+    }
+  }
+  std::string error;
+  if (m.top_k == 4 && slices == 8)
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(ranks, blocks, seed);
+  else if (m.top_k == 4 && slices == 1)
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(ranks, blocks, seed);
+  else if (m.top_k == 2 && slices == 8)
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 2, 8>>(ranks, blocks, seed);
+  else
+    return 2;
+  snprintf(text, size_t(text_size), "%s", error.c_str());
+  return !error.empty();
+}
