@@ -225,9 +225,7 @@ __device__ void AttendUnit(Context<S>& c, Consumer& ring, const History& history
 
 // MMA warps: this SM's units; warp w takes query head w of the unit's key head.
 template <typename S>
-__device__ __noinline__ void AttendHistory(Context<S>& c, Consumer& kept) {
-  InShared(c);
-  Consumer ring = kept;
+__device__ __forceinline__ void AttendHistory(Context<S>& c, Consumer& ring) {
   const History history = HistoryOf(c);
   const int mine = c.warp - kFirstMmaWarp;
   const uint32_t path = PathOfLane(c);
@@ -239,7 +237,6 @@ __device__ __noinline__ void AttendHistory(Context<S>& c, Consumer& kept) {
     else
       ForStages(history.BlocksOf(unit), [&](Blocks) { ring.Wait(c.waiter), ring.Release(c.waiter); });
   });
-  kept = ring;
 }
 
 // ---- tail --------------------------------------------------------------------------------------------------------

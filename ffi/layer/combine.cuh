@@ -62,6 +62,7 @@ __device__ __forceinline__ void PublishSlotSums(const Context<S>& c, const Combi
 template <typename S>
 __device__ __forceinline__ void SlotRstds(Context<S>& c, int row, float (&rstd)[S::kTopK]) {
   constexpr int kEach = S::kMoeBlocks / int(kSlices), kFours = (S::kTopK + 3) / 4;
+  static_assert(kEach % 2 == 0 || kFours == 1, "ReceiveFloats takes pairs side by side");
   const uint64_t* sums = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::sums_y));
   float leaf[kFours * kEach];
   ReceiveFloats(

@@ -13,7 +13,9 @@
 
 namespace musejax::layer {
 
-enum class Dense { kQkvg, kOut, kPooler, kRouter, kUnpooler };
+// In the order of a layer, from its heads on.
+enum class Dense : int { kQkvg, kOut, kRouter, kPooler, kUnpooler };
+__device__ __forceinline__ Dense NextDense(Dense which) { return Dense((int(which) + 1) % 5); }
 
 template <typename S, Dense kWhich>
 struct DenseOf {
@@ -185,12 +187,10 @@ __device__ __forceinline__ void MultiplyRouter(const float* range, int rows, int
 
 // The units of a GEMM. Float32 weights, the router's, do not pass the ring.
 template <int kSteps, int kBlock, typename S>
-__device__ __noinline__ void DenseUnits(const Context<S>& c, Consumer& kept, Dense which) {
-  InShared(c);
+__device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const int router_rows = which == Dense::kRouter ? DenseOf<S, Dense::kRouter>::kColumns : 0;
   const Waiter waiter = c.waiter;
-  Consumer consumer = kept;
   const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
   uint32_t b[kSteps][4];
   int loaded = -1;
@@ -217,17 +217,14 @@ __device__ __noinline__ void DenseUnits(const Context<S>& c, Consumer& kept, Den
     consumer.Leave();
     consumer.NextUnit();
   }
-  kept = consumer;
 }
 
 // ---- adding warps ----
 
 template <typename S>
-__device__ __noinline__ void DenseSums(const Context<S>& c, Consumer& kept, Dense which) {
-  InShared(c);
+__device__ __forceinline__ void DenseSums(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const Waiter waiter = c.waiter;
-  Consumer consumer = kept;
   const int lane = threadIdx.x % 32, row = lane / 2, half = lane % 2;
 #pragma unroll 1
   for (int u = job.begin; u < job.end; ++u, consumer.NextUnit()) {
@@ -248,19 +245,21 @@ __device__ __noinline__ void DenseSums(const Context<S>& c, Consumer& kept, Dens
     Publish<Scope::kGpu>(to + 1, bits(3), bits(4), bits(5), job.epoch);
     Publish<Scope::kGpu>(to + 2, bits(6), bits(7), 0, job.epoch);
   }
-  kept = consumer;
 }
 
+// Where the GEMMs' shapes are alike, as in the released model, they share one copy of the code.
 template <typename S>
 __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer, Dense which) {
   using Out = DenseOf<S, Dense::kOut>;
   using Hidden = DenseOf<S, Dense::kQkvg>;
   using Moe = DenseOf<S, Dense::kUnpooler>;
+  constexpr bool kOutAlike = Out::kSteps == Hidden::kSteps && Out::kBlock == Hidden::kBlock;
+  constexpr bool kMoeAlike = Moe::kSteps == Hidden::kSteps && Moe::kBlock == Hidden::kBlock;
   if (c.warp < kFirstMmaWarp)
     DenseSums(c, consumer, which);
-  else if (which == Dense::kOut)
+  else if (!kOutAlike && which == Dense::kOut)
     DenseUnits<Out::kSteps, Out::kBlock>(c, consumer, which);
-  else if (which == Dense::kUnpooler)
+  else if (!kMoeAlike && which == Dense::kUnpooler)
     DenseUnits<Moe::kSteps, Moe::kBlock>(c, consumer, which);
   else
     DenseUnits<Hidden::kSteps, Hidden::kBlock>(c, consumer, which);

@@ -43,11 +43,6 @@ struct PassOf {
   static_assert(kBytes <= kStageBytes, "a pass of a tile is one stage of the ring");
 };
 
-template <bool kUp, typename S>
-__device__ __forceinline__ UnitSpan ExpertSpan(const Context<S>& c, const RouteShared& route) {
-  return UnitRange(route.visit_count, ExpertOf<S, kUp>::kUnits, c.block, c.blocks);
-}
-
 // Place of a unit: tiles first .. first + count - 1 of those here.
 template <typename E>
 struct ExpertUnit {
@@ -64,7 +59,7 @@ __device__ void StreamUnits(Context<S>& c, const RouteShared& route, Producer& p
   using P = PassOf<E::kK, kNvfp4>;
   constexpr ExpertLayout kLayout(S::kShape, kNvfp4);
   const uint8_t* matrices = c.arrays().experts + (kUp ? kLayout.gate_up : kLayout.down);
-  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  const UnitSpan span = UnitRange(route.visit_count, E::kUnits, c.block, c.blocks);
   for (int u = span.begin; u < span.end; ++u) {
     const ExpertUnit<E> at(u);
     const int expert = route.visits[at.visit].expert;
@@ -264,42 +259,46 @@ __device__ __forceinline__ void MultiplyUnit(Waiter waiter, Consumer& consumer, 
 // What the experts of a layer multiply: a form of weight, and whether activations are brought to their grid here.
 enum class Form { kBf16, kNvfp4, kNvfp4PerToken };
 
-template <bool kUp, Form kForm, typename S>
-__device__ __noinline__ void MultiplyUnits(Context<S>& c, RouteShared& route, Consumer& kept) {
-  InShared(c);
-  InShared(route);
+// UP and DOWN share the code of their MMAs.
+template <Form kForm, typename S>
+__device__ __forceinline__ void MultiplyUnits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
   constexpr bool kNvfp4 = kForm != Form::kBf16;
-  using E = ExpertOf<S, kUp>;
-  using P = PassOf<E::kK, kNvfp4>;
-  Consumer consumer = kept;
-  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  using Up = ExpertOf<S, true>;
+  using Down = ExpertOf<S, false>;
+  static_assert(Up::kK == Down::kK, "both GEMMs of an expert have the same K");
+  using P = PassOf<Up::kK, kNvfp4>;
+  const int units = up ? Up::kUnits : Down::kUnits, tiles = up ? Up::kTilesHere : Down::kTilesHere;
+  const UnitSpan span = UnitRange(route.visit_count, units, c.block, c.blocks);
   const int warp = c.warp - kFirstMmaWarp, lane = c.lane();
+  const Waiter waiter = c.waiter;
   uint32_t b[P::kRegisters];
   float decode = 1.0f;
   int loaded = -1;
 #pragma unroll 1
   for (int u = span.begin; u < span.end; ++u) {
-    const ExpertUnit<E> at(u);
-    if (at.visit != loaded) {
-      LoadPairs<kUp, kNvfp4>(c, route.visits[at.visit], b);
+    const int visit = u / units, first = (u - visit * units) * 2;
+    if (visit != loaded) {
+      if (up)
+        LoadPairs<true, kNvfp4>(c, route.visits[visit], b);
+      else
+        LoadPairs<false, kNvfp4>(c, route.visits[visit], b);
       if constexpr (kForm == Form::kNvfp4PerToken)
-        decode = QuantizePairs(route.maxima[kUp ? 0 : 1][at.visit % 2], warp, lane, b);
-      loaded = at.visit;
+        decode = QuantizePairs(route.maxima[up ? 0 : 1][visit % 2], warp, lane, b);
+      loaded = visit;
     }
-    MultiplyUnit<E::kK, kNvfp4>(c.waiter, consumer, at.count, warp, lane, b, decode);
+    MultiplyUnit<Up::kK, kNvfp4>(waiter, consumer, Min(2, tiles - first), warp, lane, b, decode);
     consumer.NextUnit();
   }
-  kept = consumer;
 }
 
-template <bool kUp, typename S>
-__device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, Consumer& consumer) {
+template <typename S>
+__device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
   if (!c.arrays().nvfp4)
-    MultiplyUnits<kUp, Form::kBf16>(c, route, consumer);
+    MultiplyUnits<Form::kBf16>(c, route, consumer, up);
   else if (Takes(c, Activations::kPerToken))
-    MultiplyUnits<kUp, Form::kNvfp4PerToken>(c, route, consumer);
+    MultiplyUnits<Form::kNvfp4PerToken>(c, route, consumer, up);
   else
-    MultiplyUnits<kUp, Form::kNvfp4>(c, route, consumer);
+    MultiplyUnits<Form::kNvfp4>(c, route, consumer, up);
 }
 
 // ---- adding warps ----
@@ -311,18 +310,19 @@ struct TileSums {
   float decode;
 };
 
-template <int kPasses, int kActive>
-__device__ __forceinline__ TileSums AddPasses(Waiter waiter, Consumer& consumer, int lane) {
+// passes of `active` ranges each.
+__device__ __forceinline__ TileSums AddPasses(Waiter waiter, Consumer& consumer, int passes, int active, int lane) {
   const int column = lane / 4, t = lane % 4;
   TileSums sums = {};
 #pragma unroll 1
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int pass = 0; pass < passes; ++pass) {
     const float(*ranges)[kPartialFloats] = consumer.Take(waiter);
     float chunk[2][4] = {};
 #pragma unroll
-    for (int range = 0; range < kActive; ++range)
+    for (int range = 0; range < kMmaWarps; ++range)
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
+        if (range >= active) continue;
         const float* x = ranges[range] + (tile * kVisitPairs + column) * kPartialStride + 2 * t;
         const float2 low = *reinterpret_cast<const float2*>(x), high = *reinterpret_cast<const float2*>(x + 8);
         chunk[tile][0] += low.x, chunk[tile][1] += low.y, chunk[tile][2] += high.x, chunk[tile][3] += high.y;
@@ -371,41 +371,42 @@ __device__ __forceinline__ void FinishDown(const Context<S>& c, const Visit& vis
   }
 }
 
-template <bool kUp, typename S>
-__device__ __noinline__ void ExpertSums(Context<S>& c, RouteShared& route, Consumer& kept) {
-  InShared(c);
-  InShared(route);
-  Consumer consumer = kept;
-  using E = ExpertOf<S, kUp>;
-  using Nvfp4 = PassOf<E::kK, true>;
-  using Bf16 = PassOf<E::kK, false>;
+template <typename S>
+__device__ __forceinline__ void ExpertSums(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
+  using Up = ExpertOf<S, true>;
+  using Down = ExpertOf<S, false>;
+  using Nvfp4 = PassOf<Up::kK, true>;
+  using Bf16 = PassOf<Up::kK, false>;
   const bool nvfp4 = c.arrays().nvfp4, is_static = Takes(c, Activations::kStatic);
   const bool per_token = Takes(c, Activations::kPerToken);
   const float* small = c.arrays().small;
   const SmallLayout at = SmallOf(c);
-  const float into_down = is_static ? LargestScale(small + at.down_input_scale, S::kExperts) : 1.0f;
-  const float decode = !is_static ? 1.0f
-                       : kUp      ? LargestScale(small + at.gate_up_input_scale, 2 * S::kExperts)
-                                  : into_down;
-  const float encode = is_static ? 1.0f / into_down : 0.0f;
-  const UnitSpan span = ExpertSpan<kUp>(c, route);
+  float decode = 1.0f, encode = 0.0f;
+  if (is_static) {
+    const float into_down = LargestScale(small + at.down_input_scale, S::kExperts);
+    decode = up ? LargestScale(small + at.gate_up_input_scale, 2 * S::kExperts) : into_down;
+    encode = 1.0f / into_down;
+  }
+  const Waiter waiter = c.waiter;
+  const int units = up ? Up::kUnits : Down::kUnits, lane = c.lane();
+  const UnitSpan span = UnitRange(route.visit_count, units, c.block, c.blocks);
+#pragma unroll 1
   for (int u = span.begin; u < span.end; ++u, consumer.NextUnit()) {
     if (!consumer.Mine()) continue;
-    const ExpertUnit<E> unit(u);
-    const Visit& visit = route.visits[unit.visit];
+    const int number = u / units, unit = u - number * units;
+    const Visit& visit = route.visits[number];
     float global[2] = {1.0f, 1.0f};
-    if (nvfp4 && kUp) global[0] = __ldg(small + at.gate_up_global + 2 * visit.expert);
-    if (nvfp4 && kUp) global[1] = __ldg(small + at.gate_up_global + 2 * visit.expert + 1);
-    if (nvfp4 && !kUp) global[0] = __ldg(small + at.down_global + visit.expert);
-    const TileSums sums = nvfp4 ? AddPasses<Nvfp4::kCount, Nvfp4::kActive>(c.waiter, consumer, c.lane())
-                                : AddPasses<Bf16::kCount, Bf16::kActive>(c.waiter, consumer, c.lane());
+    if (nvfp4 && up) global[0] = __ldg(small + at.gate_up_global + 2 * visit.expert);
+    if (nvfp4 && up) global[1] = __ldg(small + at.gate_up_global + 2 * visit.expert + 1);
+    if (nvfp4 && !up) global[0] = __ldg(small + at.down_global + visit.expert);
+    const TileSums sums = AddPasses(waiter, consumer, nvfp4 ? Nvfp4::kCount : Bf16::kCount,
+                                    nvfp4 ? Nvfp4::kActive : Bf16::kActive, lane);
     const float d = per_token ? sums.decode : decode, power = nvfp4 ? kNvfp4Power : 1.0f;
-    if constexpr (kUp)
-      FinishUp(c, visit, unit.first / 2, sums, d * global[0] * power, d * global[1] * power, encode);
+    if (up)
+      FinishUp(c, visit, unit, sums, d * global[0] * power, d * global[1] * power, encode);
     else
-      FinishDown(c, visit, unit.first, unit.count, sums, d * global[0] * power);
+      FinishDown(c, visit, 2 * unit, Min(2, Down::kTilesHere - 2 * unit), sums, d * global[0] * power);
   }
-  kept = consumer;
 }
 
 }  // namespace musejax::layer

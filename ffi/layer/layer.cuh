@@ -101,18 +101,13 @@ __device__ void Stream(Context<S>& c, Shared<S>& shared) {
 }
 
 // ---- warps 1 to 11 ----
+//
+// A layer is five dense GEMMs with something before and after each. They pass through one loop, so that the GEMMs' code
+// is there once: an SM caches about 128 KB of instructions, and what does not stay there comes anew in every layer.
 
-template <bool kUp, typename S>
-__device__ void RunExperts(Context<S>& c, RouteShared& route, Consumer& consumer) {
-  if (c.warp >= kFirstMmaWarp)
-    ExpertUnits<kUp>(c, route, consumer);
-  else
-    ExpertSums<kUp>(c, route, consumer);
-}
-
-// S -> z -> heads of the layer at hand.
+// S -> z, for the heads of the layer at hand.
 template <typename S>
-__device__ void IntoAttention(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
+__device__ __forceinline__ void BeforeHeads(Context<S>& c, Shared<S>& shared) {
   using F = Frames<S>;
   c.waiter.At(c.layer, kHeadsIn);
   GiveCredit(c);
@@ -121,18 +116,13 @@ __device__ void IntoAttention(Context<S>& c, Shared<S>& shared, Consumer& consum
   Stamp(c, Point::kSquaresZ);
   AwaitCredits(c);
   Stamp(c, Point::kCredits);
-  const SmallLayout at = SmallOf(c);
-  PublishNormed(c, shared.residual, c.arrays().small + at.input_norm, F::sums_z, F::z);
+  PublishNormed(c, shared.residual, c.arrays().small + SmallOf(c).input_norm, F::sums_z, F::z);
   Stamp(c, Point::kZ);
-  RunDense(c, consumer, Dense::kQkvg);
-  Stamp(c, Point::kQkvgSums);
-  FinishHeads(c, !RunsWhole(c));
-  Stamp(c, Point::kHeads);
 }
 
+// Heads -> o.
 template <typename S>
-__device__ void AttentionBranch(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
-  using F = Frames<S>;
+__device__ __forceinline__ void BeforeOut(Context<S>& c, Consumer& consumer) {
   c.waiter.At(c.layer, kAttention);
   if (c.warp >= kFirstMmaWarp) AttendHistory(c, consumer);
   Stamp(c, Point::kHistory);
@@ -141,29 +131,22 @@ __device__ void AttentionBranch(Context<S>& c, Shared<S>& shared, Consumer& cons
   MergeAttention(c);
   Stamp(c, Point::kMerge);
   c.waiter.At(c.layer, kAttentionOut);
-  RunDense(c, consumer, Dense::kOut);
-  Stamp(c, Point::kOutSums);
-  FinishBranch(c, F::part_out, DenseOf<S, Dense::kOut>::kChunks, nullptr, F::a, F::sums_a);
-  Stamp(c, Point::kA);
-  const SmallLayout at = SmallOf(c);
-  AddBranch(c, shared.residual, c.arrays().small + at.attention_residual_gate, nullptr, F::a, F::sums_a);
-  Stamp(c, Point::kAddedA);
 }
 
+// S -> x.
 template <typename S>
-__device__ void ExpertBranch(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
+__device__ __forceinline__ void BeforeRouter(Context<S>& c, Shared<S>& shared) {
   using F = Frames<S>;
-  const SmallLayout at = SmallOf(c);
-  const float* small = c.arrays().small;
   c.waiter.At(c.layer, kPool);
   PublishSquares(c, shared.residual, F::sums_x);
   Stamp(c, Point::kSquaresX);
-  PublishNormed(c, shared.residual, small + at.ffn_norm, F::sums_x, F::x);
+  PublishNormed(c, shared.residual, c.arrays().small + SmallOf(c).ffn_norm, F::sums_x, F::x);
   Stamp(c, Point::kX);
-  RunDense(c, consumer, Dense::kRouter);
-  Stamp(c, Point::kRouterSums);
-  RunDense(c, consumer, Dense::kPooler);
-  Stamp(c, Point::kPoolerSums);
+}
+
+// p and scores -> m, by the experts.
+template <typename S>
+__device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
   FinishRouter(c);
   Stamp(c, Point::kScores);
   FinishPooler(c);
@@ -175,40 +158,80 @@ __device__ void ExpertBranch(Context<S>& c, Shared<S>& shared, Consumer& consume
   Stamp(c, Point::kChosen);
   ListVisits(c, shared.route);  // a barrier: every row's attention is over
   StoreKeys(c);
-  c.waiter.At(c.layer, kUp);
   Stamp(c, Point::kListed);
-  RunExperts<true>(c, shared.route, consumer);
-  Stamp(c, Point::kUpSums);
-  c.waiter.At(c.layer, kDown);
-  RunExperts<false>(c, shared.route, consumer);
-  Stamp(c, Point::kDownSums);
+#pragma unroll 1
+  for (int down = 0; down < 2; ++down) {
+    c.waiter.At(c.layer, down ? kDown : kUp);
+    if (c.warp >= kFirstMmaWarp)
+      ExpertUnits(c, shared.route, consumer, !down);
+    else
+      ExpertSums(c, shared.route, consumer, !down);
+    Stamp(c, down ? Point::kDownSums : Point::kUpSums);
+  }
   c.waiter.At(c.layer, kCombine);
   CombineExperts(c, shared.route);
   Stamp(c, Point::kM);
   c.waiter.At(c.layer, kUnpool);
-  RunDense(c, consumer, Dense::kUnpooler);
-  Stamp(c, Point::kUnpoolerSums);
-  FinishBranch(c, F::part_unpool, DenseOf<S, Dense::kUnpooler>::kChunks, small + at.post_ffn_norm, F::f, F::sums_f);
-  Stamp(c, Point::kF);
-  AddBranch(c, shared.residual, small + at.ffn_residual_gate, small + at.post_ffn_norm, F::f, F::sums_f);
-  Stamp(c, Point::kAddedF);
+}
+
+// The branch of attention (kOut) or of the experts (kUnpooler) -> S.
+template <typename S>
+__device__ __forceinline__ void AfterBranch(Context<S>& c, Shared<S>& shared, Dense which) {
+  using F = Frames<S>;
+  const bool experts = which == Dense::kUnpooler;
+  const SmallLayout at = SmallOf(c);
+  const float* small = c.arrays().small;
+  const float* gamma = experts ? small + at.post_ffn_norm : nullptr;
+  const int64_t rows = experts ? F::f : F::a, sums = experts ? F::sums_f : F::sums_a;
+  FinishBranch(c, experts ? F::part_unpool : F::part_out,
+               experts ? DenseOf<S, Dense::kUnpooler>::kChunks : DenseOf<S, Dense::kOut>::kChunks, gamma, rows, sums);
+  Stamp(c, experts ? Point::kF : Point::kA);
+  AddBranch(c, shared.residual, small + (experts ? at.ffn_residual_gate : at.attention_residual_gate), gamma, rows, sums);
+  Stamp(c, experts ? Point::kAddedF : Point::kAddedA);
+  if (experts && c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
 }
 
 template <typename S>
-__device__ void RunRows(Context<S>& c, Shared<S>& shared) {
+__device__ __forceinline__ void Before(Context<S>& c, Shared<S>& shared, Consumer& consumer, Dense which) {
+  if (which == Dense::kQkvg) BeforeHeads(c, shared);
+  if (which == Dense::kOut) BeforeOut(c, consumer);
+  if (which == Dense::kRouter) BeforeRouter(c, shared);
+}
+
+template <typename S>
+__device__ __forceinline__ void After(Context<S>& c, Shared<S>& shared, Consumer& consumer, Dense which) {
+  Stamp(c, which == Dense::kQkvg     ? Point::kQkvgSums
+           : which == Dense::kOut    ? Point::kOutSums
+           : which == Dense::kRouter ? Point::kRouterSums
+           : which == Dense::kPooler ? Point::kPoolerSums
+                                     : Point::kUnpoolerSums);
+  if (which == Dense::kQkvg) {
+    FinishHeads(c, !RunsWhole(c));
+    Stamp(c, Point::kHeads);
+  }
+  if (which == Dense::kPooler) AfterPooler(c, shared, consumer);
+  if (which == Dense::kOut || which == Dense::kUnpooler) AfterBranch(c, shared, which);
+}
+
+template <typename S>
+__device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
   Consumer consumer;
   LoadStream(c, shared.residual);
-  if (c.pass.first)
-    IntoAttention(c, shared, consumer);
-  else
-    PublishHeads(c);
-  while (RunsWhole(c)) {
-    AttentionBranch(c, shared, consumer);
-    ExpertBranch(c, shared, consumer);
-    if (c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
-    if (c.layer + 1 == c.pass.count_layers) break;
-    NextLayer(c);
-    IntoAttention(c, shared, consumer);
+  if (!c.pass.first) PublishHeads(c);
+  Dense which = c.pass.first ? Dense::kQkvg : Dense::kOut;
+  if (c.pass.first || RunsWhole(c)) {
+#pragma unroll 1
+    for (;;) {
+      Before(c, shared, consumer, which);
+      RunDense(c, consumer, which);
+      After(c, shared, consumer, which);
+      if (which == Dense::kQkvg && !RunsWhole(c)) break;
+      if (which == Dense::kUnpooler) {
+        if (c.layer + 1 == c.pass.count_layers) break;
+        NextLayer(c);
+      }
+      which = NextDense(which);
+    }
   }
   if (!c.pass.last) StoreKeys(c);
   StoreStream(c, shared.residual, c.pass.stream);

@@ -51,10 +51,14 @@ __device__ __forceinline__ uint32_t RankOf(float biased) {
 // The choices of one row, slot j in lane j. Whatever the scores, experts are distinct and exist.
 template <typename S>
 __device__ Choice ChooseForRow(Context<S>& c, int row) {
-  constexpr int kEach = (S::kExperts + 31) / 32;  // experts of a lane: lane, lane + 32, ...
+  constexpr int kEach = (S::kExperts + 31) / 32;  // experts of a lane
   const Model& m = c.pass.model;
   const float* bias = c.arrays().small + SmallOf(c).router_bias;
-  const auto expert = [&](int i) { return Min(c.lane() + 32 * i, S::kExperts - 1); };
+  // Experts of a lane, ascending: two side by side in each 64, or one in each 32.
+  const auto number = [&](int i) {
+    return kEach % 2 == 0 ? 2 * c.lane() + i % 2 + i / 2 * 64 : c.lane() + 32 * i;
+  };
+  const auto expert = [&](int i) { return Min(number(i), S::kExperts - 1); };
   float score[kEach];
   uint32_t rank[kEach];
 #pragma unroll
@@ -64,7 +68,7 @@ __device__ Choice ChooseForRow(Context<S>& c, int row) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kEach; ++i)
-    rank[i] = c.lane() + 32 * i < S::kExperts ? RankOf(score[i] + Bits(rank[i])) : 0;  // 0: not to be had
+    rank[i] = number(i) < S::kExperts ? RankOf(score[i] + Bits(rank[i])) : 0;  // 0: not to be had
 
   Choice mine{S::kExperts, 0.0f};
   float total = 0.0f;
@@ -73,14 +77,14 @@ __device__ Choice ChooseForRow(Context<S>& c, int row) {
     uint32_t best = 0, at = ~0u;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (rank[i] > best) best = rank[i], at = c.lane() + 32 * i;
+      if (rank[i] > best) best = rank[i], at = number(i);
     const uint32_t top = __reduce_max_sync(kAllLanes, best);
     const int id = int(__reduce_min_sync(kAllLanes, best == top ? at : ~0u));  // ties: the lower id
     float taken = 0.0f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (c.lane() + 32 * i == id) rank[i] = 0, taken = score[i];
-    taken = __shfl_sync(kAllLanes, taken, id % 32);
+      if (number(i) == id) rank[i] = 0, taken = score[i];
+    taken = __shfl_sync(kAllLanes, taken, kEach % 2 == 0 ? id % 64 / 2 : id % 32);
     total = total + taken;
     if (c.lane() == slot) mine = {id, taken};
   }

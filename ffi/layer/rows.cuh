@@ -40,18 +40,26 @@ __device__ __noinline__ float LeafSquares(Two v) {
 __device__ __forceinline__ float Rstd(float sum, int width, float eps) { return 1.0f / sqrtf(sum / float(width) + eps); }
 
 // Rstd of a row of `width` columns from the tagged sums of its kLeaves leaves: inside each of 8 slices ascending from
-// +0, then the slices. In all lanes.
+// +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass its sum on; or one a lane.
 template <int kLeaves>
 __device__ __noinline__ float RstdOfLeaves(Waiter waiter, uint32_t tag, const uint64_t* leaves, int width, float eps) {
-  constexpr int kEach = kLeaves / int(kSlices);
+  constexpr int kLanes = kLeaves >= 32 ? 4 : 1, kEach = kLeaves / int(kSlices) / kLanes;
+  const int lane = threadIdx.x % (kLanes * int(kSlices));
   float leaf[kEach], slice = 0.0f;
-  leaves += threadIdx.x % int(kSlices) * kEach;
-  ReceiveFloats(waiter, tag, [&](int i) { return leaves + i; }, leaf);
+  ReceiveFloats(waiter, tag, [&](int i) { return leaves + lane * kEach + i; }, leaf);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) slice = slice + leaf[i];
+  for (int turn = 0; turn < kLanes; ++turn) {
+    if (turn > 0) {
+      const float before = __shfl_up_sync(kAllLanes, slice, 1);
+      if (lane % kLanes == turn) slice = before;
+    }
+    if (lane % kLanes == turn)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) slice = slice + leaf[i];
+  }
   float total = 0.0f;
 #pragma unroll
-  for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, s);
+  for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, s * kLanes + kLanes - 1);
   return Rstd(total, width, eps);
 }
 

@@ -114,7 +114,7 @@ __device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& a
   } while (Await(wait, tag, missing));
 }
 
-// The same of tagged floats.
+// The same of N tagged floats, N odd or at(i) and at(i + 1) side by side for even i; two come with one load.
 template <int N, typename At>
 __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N]) {
   Waiter::Wait wait = waiter.Begin();
@@ -122,8 +122,16 @@ __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const
   do {
     missing = nullptr;
     uint64_t w[N];
+    if constexpr (N % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
+      for (int i = 0; i < N; i += 2) {
+        const Word two = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const Word*>(at(i)));
+        w[i] = two.lo, w[i + 1] = two.hi;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[i] = __uint_as_float(uint32_t(w[i]));
