@@ -138,6 +138,10 @@ def random_bf16(rng, shape, scale=1.0):
     return (scale * rng.standard_normal(shape, F32)).astype(BF16)
 
 
+def tokens_of(config, t, seed=0):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, t).astype(np.int32)
+
+
 def random_cache(config: ModelConfig, length: int, max_length: int, seed: int = 0, mesh=None) -> kc.KernelCache:
     """A cache as if `length` positions were stored: rings full or not, random unit keys and values."""
     rng = np.random.default_rng(1000 + seed)

@@ -1,12 +1,8 @@
-"""Every phase of the CPU twin against `reference`, from the same input bits, and the stated order of its sums.
+"""Every phase of the CPU twin against `reference`, from the same input bits: norms, router, experts, combine, head.
 
-Bounds are those of the design: GEMM outputs 2 units in the last place or 2^-14 of the row's RMS, and 99.8% equal;
-attention 2^-6 of the head's RMS; router 1e-5; residual stream 2^-6 of the row's RMS. Inputs of GEMMs behind a norm
-come from the NumPy copy of the norm (kernel_inputs.py), which has the twin's bits; the reference's norm differs from it
-in the last place of few elements, and would move all outputs of their rows.
+Attention and the projections beside it: test_attention_kernel.py; the order of sums: test_sum_order.py.
 """
 
-import logging
 from dataclasses import replace
 from functools import partial
 
@@ -19,10 +15,7 @@ from kernel_inputs import (
     F32,
     PHASE_CONFIGS,
     TWO,
-    attention_in_order,
     centred_norm,
-    in_order,
-    k_sum,
     math_h,
     model_from,
     model_of,
@@ -35,79 +28,18 @@ from kernel_inputs import (
     whole,
     wide,
 )
+from phase_inputs import CANON, ROWS, assert_gemm, assert_near, configs, layers, log, row_state, stream_of
 
 from musejax import nvfp4
-from musejax.cache import LayerCache
-from musejax.config import FULL, SLIDING, DecodeConfig
-from musejax.kernels.attributes import inverse_frequencies, thetas
-from musejax.kernels.calls import Call, RowState
-from musejax.kernels.forward import chain, depths
+from musejax.config import DecodeConfig
+from musejax.kernels.calls import Call
 from musejax.model import attention as ref_attention
 from musejax.model import experts as ref_experts
 from musejax.model import forward as ref_forward
 from musejax.model import norms as ref_norms
-from musejax.model import rope as ref_rope
 from musejax.model import router as ref_router
 from musejax.nvfp4 import ACTIVATIONS
 from musejax.params import BF16
-
-log = logging.getLogger("measured")
-"""What was measured: `pytest --log-cli-level=INFO`."""
-
-CANON = DecodeConfig().policy
-ROWS = 16
-
-configs = pytest.mark.parametrize("config", PHASE_CONFIGS.values(), ids=PHASE_CONFIGS)
-layers = pytest.mark.parametrize("layer", [0, 1], ids=["bf16", "nvfp4"])
-
-
-# ------------------------------------------------------------------ bounds
-
-
-def unit_of(x):
-    """bf16's unit in the last place."""
-    return np.exp2(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-126))) - 7)
-
-
-def assert_gemm(got, want, name="result"):
-    """bf16 values of one GEMM [t, n]: within 2 units in the last place or 2^-14 RMS(row), and 99.8% bit-equal."""
-    got, want = np.asarray(got, F32), np.asarray(want, F32)
-    unit = unit_of(want)
-    rms = np.sqrt(np.mean(np.square(want), axis=-1, keepdims=True))
-    error, equal = np.abs(got - want), np.mean(got == want)
-    bound = np.maximum(2 * unit, 2.0**-14 * rms)
-    log.info("%s: %.5f equal, worst %.3f of the bound", name, equal, (error / bound).max())
-    assert (error <= bound).all(), (error / unit).max()
-    assert equal >= 0.998, f"{equal:.5f} of the elements are equal"
-
-
-def assert_near(got, want, bound, name="result", rounded=False):
-    """Within `bound` of the RMS of the last axis; `rounded` values may part by a unit of theirs, if that is more."""
-    got, want = np.asarray(got, F32), np.asarray(want, F32)
-    error, rms = np.abs(got - want), np.sqrt(np.mean(np.square(want), axis=-1, keepdims=True))
-    log.info("%s: worst %.2e of the RMS, bound %.2e", name, (error / rms).max(), bound)
-    assert (error <= np.maximum(bound * rms, unit_of(want) if rounded else 0)).all(), (error / rms).max()
-
-
-def row_state(t=ROWS, *, length=0, valid=None, parents=None, accepted=0, path=()):
-    parents = chain(t) if parents is None else jnp.asarray(parents, jnp.int32)
-    state = jnp.asarray([length, t if valid is None else valid, accepted], jnp.int32)
-    return RowState(parents, state, jnp.asarray(np.pad(np.asarray(path, np.int32), (0, 16 - len(path)))))
-
-
-def stream_of(config, t=ROWS, seed=0):
-    return np.random.default_rng(seed).standard_normal((t, config.hidden_size)).astype(F32)
-
-
-def empty_keys(config, slots, heads=None):
-    shape = (heads or config.num_key_value_heads, slots, config.head_dim)
-    return LayerCache(*(jnp.zeros(shape, BF16) for _ in range(2)))
-
-
-def heads_last(x_ntc):
-    """[n, t, c] -> float32 [t, n, c]."""
-    return wide(x_ntc).swapaxes(0, 1)
-
 
 # ------------------------------------------------------------------ embedding, norms
 
@@ -128,235 +60,6 @@ def test_norm_of_numpy(config):
     x = stream_of(config)
     want = ref_norms.centred_norm(jnp.asarray(x), jnp.asarray(wide(gamma)), config.rms_norm_eps, CANON)
     assert_gemm(centred_norm(x, gamma, config.rms_norm_eps), want)
-
-
-@pytest.mark.parametrize("hidden", [128, 1024, 2048])  # slices of 16, 128 and 256 columns: less than a leaf, 2, 4
-def test_order_of_sums_of_squares(hidden):
-    """Bit for bit. Probes, too small to count in the sum, lie halfway between two bf16 values once they are normed: a
-    factor that is off by one unit in the last place pushes them over. The value projection passes them on."""
-    config, rng = replace(TWO, hidden_size=hidden), np.random.default_rng(hidden)
-    host, eps = random_host_params(config), config.rms_norm_eps
-    p, probes = host["layers"][1], np.sort(rng.choice(hidden, hidden // 4, replace=False))
-    p["input_norm"] = np.zeros_like(p["input_norm"])
-    w = np.zeros((config.kv_width, hidden), BF16)
-    w[np.arange(len(probes)), probes] = 1
-    p["v_proj"] = w.reshape(p["v_proj"].shape)
-
-    stream = (rng.uniform(1, 2, (ROWS, hidden)) * np.exp2(rng.integers(-4, 5, (ROWS, hidden)))).astype(F32)
-    stream[:, probes] = 0
-    factor = rms_norm(stream, eps)[:, :, None].max(1) / stream.max(1)[:, None]
-    halfway = (2 * rng.integers(128, 256, (ROWS, len(probes))) + 1) * 2.0**-40
-    stream[:, probes] = halfway / factor
-    *_, flight = Call(config, DecodeConfig()).attn_in(
-        1, jnp.asarray(stream), jnp.zeros((0, ROWS, 2, 32)), row_state(), model_from(config, host).packed["layers"][1],
-        empty_keys(config, 1), empty_keys(config, 16))
-    got = heads_last(flight.values).reshape(ROWS, -1)[:, :len(probes)]
-    assert_same_bits(got, centred_norm(stream, p["input_norm"], eps)[:, probes])
-
-    squares = stream * stream
-    others = {
-        "column after column": in_order(squares, -1),
-        "slices from the last": in_order(tree_sum(squares.reshape(ROWS, 8, -1))[:, ::-1], -1),
-        "leaves of 16": in_order(in_order(tree_sum(squares.reshape(ROWS, 8, -1, 16)), -1), -1),
-    }
-    if hidden == 128:  # where a slice is 16 columns this is the order
-        del others["leaves of 16"]
-    for name, total in others.items():
-        scale = F32(1) / np.sqrt(total / F32(hidden) + F32(eps))
-        assert (round_bf16(stream[:, probes] * scale[:, None]) != got).any(), f"this test would see: {name}"
-
-
-# ------------------------------------------------------------------ attention
-
-
-@configs
-@layers
-def test_attn_in(config, layer):
-    model, p = model_of(config), model_of(config).host["layers"][layer]
-    call, stream = Call(config, DecodeConfig()), stream_of(config)
-    rows = row_state(length=1000, valid=13)
-    positions = 1000 + depths(rows.parents)
-    q, gate, stored, flight = call.attn_in(layer, jnp.asarray(stream), call.angles(positions), rows,
-                                           model.packed["layers"][layer], empty_keys(config, 1000),
-                                           empty_keys(config, 16))
-    x = jnp.asarray(centred_norm(stream, p["input_norm"], config.rms_norm_eps))
-    proj = {name: CANON.round("qkv", ref_attention.project(x, model.table["layers"][layer][name], CANON))
-            for name in ("q_proj", "k_proj", "v_proj", "gate_proj")}
-
-    def rotated(name):
-        a = CANON.round("qk_norm", ref_norms.rms(proj[name].reshape(ROWS, -1, config.head_dim), config.rms_norm_eps))
-        theta = config.layer_rope_theta[layer]
-        return ref_rope.rotate(a, ref_rope.angles(positions, config.head_dim, theta), CANON) if theta else a
-
-    assert_near(heads_last(q), rotated("q_proj"), 2.0**-6, "q", rounded=True)
-    assert_near(heads_last(flight.keys)[:13], rotated("k_proj")[:13], 2.0**-6, "k", rounded=True)
-    assert_gemm(heads_last(gate).reshape(ROWS, -1), proj["gate_proj"], "gate")
-    assert_gemm(heads_last(flight.values).reshape(ROWS, -1)[:13], proj["v_proj"][:13],
-                "v")
-    assert not heads_last(flight.keys)[13:].any() and not heads_last(flight.values)[13:].any(), "padding leaves none"
-    assert not any(wide(x).any() for x in stored)
-
-
-@pytest.mark.parametrize("layer, length", [(0, 22), (0, 41), (1, 20)], ids=["ring", "ring, slot 0 in between", "full"])
-def test_attn_in_stores_accepted_rows(layer, length):
-    """Rows `path` of the last pass go to their positions' slots before this pass's rows take their place."""
-    config, slots, path = replace(PHASE_CONFIGS["mini"], sliding_window=20), 20, (3, 0, 9, 15, 7)
-    call, rng = Call(config, DecodeConfig()), np.random.default_rng(3)
-    kept, flight = (LayerCache(*(random_bf16(rng, (8, n, config.head_dim)) for _ in range(2))) for n in (slots, 16))
-    _, _, stored, after = call.attn_in(
-        layer, jnp.zeros((2, config.hidden_size)), call.angles(jnp.arange(2)),
-        row_state(2, length=length, accepted=5, path=path), model_of(config).packed["layers"][layer],
-        LayerCache(*map(jnp.asarray, kept)), LayerCache(*map(jnp.asarray, flight)))
-    for new, old, moved, left in zip(stored, kept, flight, after, strict=True):
-        expected = old.copy()
-        expected[:, [(length - 5 + i) % slots for i in range(5)]] = moved[:, list(path)]
-        assert_same_bits(new, expected)
-        assert_same_bits(np.asarray(left)[:, 2:], moved[:, 2:])
-
-
-BORDERS = (0, 1, 14, 15, 16, 17, 31, 240, 254, 255, 256, 257, 1008, 1023, 1024, 1025, 1300)
-"""Stored positions: around the ends of blocks of 16, chunks of 256 and groups of 1,024."""
-TREE = (-1, 0, 0, -1, 1, 1, 4, 2, 6, 3, 8, 9, 10, 5, 12, 11)
-
-
-class Attention:
-    """Random queries over a random past, and what a row sees of it, in plain arrays.
-
-    With `scale` 0 all keys weigh the same, and with `cancel` besides sums of values show the order they were made in.
-    """
-
-    def __init__(self, config, length, slots, parents, seed=0, scale=1.0, cancel=False):
-        rng = np.random.default_rng(seed)
-        self.config, self.length, self.slots, self.parents = config, length, slots, parents
-        c, t = config.head_dim, len(parents)
-        self.q, self.gate = (random_bf16(rng, (config.num_attention_heads, t, c), s) for s in (scale, 1.0))
-        self.kept = [random_bf16(rng, (config.num_key_value_heads, slots, c)) for _ in range(2)]
-        self.flight = [random_bf16(rng, (config.num_key_value_heads, 16, c)) for _ in range(2)]
-        if cancel:  # large values and, elsewhere, their opposites: rounding errors of the sums stand out
-            self.kept[1] = (self.kept[1] * np.exp2(rng.integers(0, 24, (1, slots, 1)))).astype(BF16)
-            half = slots // 2
-            self.kept[1][:, slots - half:] = -rng.permuted(self.kept[1][:, :half], axis=1)
-        self.depth = np.asarray(depths(jnp.asarray(parents, jnp.int32)))
-
-    def run(self, layer):
-        o, stored, flight = Call(self.config, DecodeConfig()).attention(
-            layer, jnp.asarray(self.q), jnp.asarray(self.gate), row_state(len(self.parents), length=self.length,
-                                                                          parents=self.parents),
-            LayerCache(*map(jnp.asarray, self.kept)), LayerCache(*map(jnp.asarray, self.flight)))
-        for a, b in zip((*stored, *flight), (*self.kept, *self.flight), strict=True):
-            assert_same_bits(a, b)
-        return heads_last(o)
-
-    def ancestors(self, row):
-        out = []
-        while row >= 0:
-            out.append(row)
-            row = self.parents[row]
-        return out[::-1]
-
-    def seen_by(self, row, window):
-        """(keys, values of positions 0 .. the row's own: float32 [k, p, c], first position seen)."""
-        position = self.length + int(self.depth[row])
-        at = np.arange(self.length) % self.slots
-        both = [wide(np.concatenate([kept[:, at], flight[:, self.ancestors(row)]], axis=1))
-                for kept, flight in zip(self.kept, self.flight, strict=True)]
-        return *both, max(0, position - window + 1) if window else 0
-
-
-def check_against_reference(a: Attention, layer):
-    config, window = a.config, a.config.window(layer)
-    group = config.num_attention_heads // config.num_key_value_heads
-    # One mask over history and all rows in flight: row r sees its ancestors.
-    history = np.arange(max(0, a.length - a.slots), a.length)
-    keys, values = (jnp.asarray(wide(np.concatenate([kept[:, history % a.slots], flight[:, :len(a.parents)]], axis=1)))
-                    for kept, flight in zip(a.kept, a.flight, strict=True))
-    positions = a.length + a.depth
-    mask = np.zeros((len(a.parents), keys.shape[1]), bool)
-    for row in range(len(a.parents)):
-        mask[row, :len(history)] = True
-        mask[row, len(history) + np.asarray(a.ancestors(row))] = True
-    if window:
-        mask &= np.concatenate([history, positions])[None] > positions[:, None] - window
-    assert group > 1
-    out = CANON.round("attention", ref_attention.attend(jnp.asarray(heads_last(a.q)), keys, values, jnp.asarray(mask),
-                                                        config, CANON))
-    gate = jnp.asarray(heads_last(a.gate))
-    want = CANON.round("gated_output", ref_norms.rms(out, config.rms_norm_eps) * jax.nn.sigmoid(gate))
-    assert_near(a.run(layer), want, 2.0**-6, rounded=True)
-
-
-@pytest.mark.parametrize("length", BORDERS)
-def test_attention_full(length):
-    """A tree of 16 rows behind so many positions."""
-    a = Attention(TWO, length, max(length, 1), TREE, seed=length)
-    check_against_reference(a, 1)
-
-
-@pytest.mark.parametrize("window, slots", [(8, 8), (24, 24), (256, 256), (300, 300), (300, 400), (1200, 1200)])
-@pytest.mark.parametrize("offset", [-1, 0, 1, 250])
-def test_attention_window(window, slots, offset):
-    """Rings that are not full yet, just full, and wrapped; windows shorter than the tree and across borders."""
-    config = replace(TWO, sliding_window=window)
-    a = Attention(config, window + offset, slots, TREE, seed=window + offset)
-    check_against_reference(a, 0)
-
-
-def attend_in_order(a: Attention, row, window, shift=0):
-    """Row `row` [n, c] in NumPy; with `shift`, as if all borders lay so many positions earlier."""
-    math, config = math_h(), a.config
-    keys, values, first = a.seen_by(row, window)
-    pad = np.zeros((config.num_key_value_heads, shift, config.head_dim), F32)
-    keys, values = (np.concatenate([pad, x], axis=1) for x in (keys, values))
-    position = a.length + int(a.depth[row]) + shift
-    q, gate = (heads_last(x)[row].reshape(config.num_key_value_heads, -1, config.head_dim) for x in (a.q, a.gate))
-    out = np.stack([attention_in_order(q[h], keys[h], values[h], first + shift, position, config.attention_scale,
-                                       lambda s: math("exp", s)) for h in range(config.num_key_value_heads)])
-    out = round_bf16(rms_norm(out, config.rms_norm_eps, slices=1) * math("sigmoid", gate))
-    return out.reshape(-1, config.head_dim)
-
-
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("window", [0, 300])
-def test_attention_in_the_stated_order(head_dim, window):
-    """Bit for bit: blocks of 16, chunks of 256, groups of 4 chunks, all at absolute positions, each from +0."""
-    config = replace(TWO, head_dim=head_dim, qk_scale_factor=2.5 * head_dim**0.5 / 8, sliding_window=window or 8)
-    for length, parents in ((5, TREE), (250, TREE[:9]), (1021, TREE), (2100, (-1, 0, 0))):
-        for scale, cancel in ((1.0, False), (0.0, True)):
-            a = Attention(config, length, window or length, parents, length, scale, cancel)
-            got = a.run(0 if window else 1)
-            for row in range(len(parents)):
-                assert_same_bits(got[row], attend_in_order(a, row, window))
-
-
-@pytest.mark.parametrize("window", [0, 1500])
-def test_attention_would_show_another_order(window):
-    a = Attention(replace(TWO, sliding_window=window or 8), 3000, window or 3000, (-1,), scale=0.0, cancel=True)
-    got = a.run(0 if window else 1)[0]
-    assert_same_bits(got, attend_in_order(a, 0, window))
-    for shift in (1, 16, 256):  # borders of everything, of chunks and groups, of groups
-        with pytest.raises(AssertionError, match="elements differ"):
-            assert_same_bits(got, attend_in_order(a, 0, window, shift))
-
-
-@configs
-def test_attn_out(config):
-    model = model_of(config)
-    o = random_bf16(np.random.default_rng(1), (config.num_attention_heads, ROWS, config.head_dim))
-    got = Call(config, DecodeConfig()).attn_out(0, jnp.asarray(o), model.packed["layers"][0])
-    x = jnp.asarray(heads_last(o).reshape(ROWS, -1))
-    want = CANON.round("o_proj", ref_attention.project(x, model.table["layers"][0]["o_proj"], CANON))
-    assert_gemm(wide(whole(got)), want)
-
-
-def test_angles():
-    """Products of positions and frequencies round as in the reference; the rest is right in float32."""
-    config = replace(TWO, layer_types=(SLIDING, FULL), layer_rope_theta=(5e5, 1e4))
-    positions = np.array([0, 1, 2, 7, 100, 4095, 65537, 1048575], np.int32)
-    got = np.asarray(Call(config, DecodeConfig()).angles(jnp.asarray(positions)))
-    assert thetas(config) == [1e4, 5e5]
-    angle = positions.astype(F32)[:, None] * inverse_frequencies(config)[:, None]
-    want = np.stack([np.cos(angle.astype(np.float64)), np.sin(angle.astype(np.float64))], axis=2)
-    assert (np.abs(got - want) <= 2.0**-24).all()
 
 
 # ------------------------------------------------------------------ router, experts, combine
@@ -621,105 +324,6 @@ def test_add_ffn(config, layer):
     want = ref_norms.gated_residual(jnp.asarray(stream), branch, p["ffn_residual_gate"], config, CANON)
     assert_near(got, want, 2.0**-6)
     assert np.mean(np.abs(np.asarray(got) - want) <= 2.0**-21 * np.abs(want).max()) >= 0.998
-
-
-# ------------------------------------------------------------------ order of sums over K
-
-
-def sparse_rows(rng, t, k, chunk, ranges):
-    """Rows [t, k] with one sum a range: large ones that cancel but for rounding, and small ones.
-
-    A range holds 2 x in its first half and -x in its second: x in any order, and other bits of the whole sum if the
-    range were cut in two.
-    """
-    length, parts = chunk // ranges, k // chunk * ranges
-    x = rng.uniform(1, 2, (t, parts)) * np.exp2(rng.integers(0, 4, (t, parts)))
-    large = rng.uniform(1, 2, (t, parts // 2)) * np.exp2(rng.integers(18, 26, (t, parts // 2)))
-    for row, order in enumerate(rng.permuted(np.tile(np.arange(parts), (t, 1)), axis=1)):
-        some = order[:2 * (parts // 3)].reshape(-1, 2)
-        for pair, value in zip(some, large[row], strict=False):
-            x[row, pair] = value, -value
-    out, row, half = np.zeros((t, parts, length)), np.arange(t)[:, None], length // 2
-    out[row, np.arange(parts), rng.integers(0, half, (t, parts))] = 2 * x
-    out[row, np.arange(parts), rng.integers(half, length, (t, parts))] = -x
-    return out.reshape(t, k).astype(BF16)
-
-
-def weight_of_ones(rng, shape):
-    """1 or 2 of either sign, the same along K, so that what cancels in x cancels."""
-    return np.broadcast_to(rng.choice([-2, -1, 1, 2], (*shape[:-1], 1)), shape).astype(F32)
-
-
-def assert_order_of_k(got, x, w, chunk, ranges):
-    """got is the sum of x W^T in the stated order, and not in two others."""
-    products = x[:, None, :] * w[None]
-    assert_same_bits(got, round_bf16(k_sum(products, chunk, ranges)))
-    backwards = round_bf16(k_sum(products[..., ::-1], chunk, ranges))
-    assert (got != backwards).mean() > 0.02, "this test would see another order"
-
-
-@pytest.mark.parametrize("width", [128, 512, 1024, 2048, 4096])
-def test_order_of_k_dense(width):
-    """Chunks of min(K, 1024) in ascending order, each 8 ranges in ascending order."""
-    config, rng = replace(TWO, num_attention_heads=width // 16, head_dim=16), np.random.default_rng(width)
-    host = random_host_params(replace(config, num_local_experts=8))
-    w = weight_of_ones(rng, host["layers"][0]["o_proj"].shape)
-    host["layers"][0]["o_proj"] = w.astype(BF16)
-    model = model_from(config, host)
-    x = sparse_rows(rng, ROWS, width, min(width, 1024), 8)
-    o = jnp.asarray(x.reshape(ROWS, -1, 16).swapaxes(0, 1))
-    got = wide(whole(Call(config, DecodeConfig()).attn_out(0, o, model.packed["layers"][0])))
-    assert_order_of_k(got, wide(x), w.reshape(-1, width), min(width, 1024), 8)
-
-
-@pytest.mark.parametrize("width", [128, 512, 1024, 2048])
-@layers
-def test_order_of_k_experts(width, layer):
-    """BF16 as dense; NVFP4 in 8 ranges of K, or in ranges of 64 where those would cut a tile of 64."""
-    config, rng = replace(TWO, moe_intermediate_size=width), np.random.default_rng(width)
-    host = random_host_params(config)
-    p, e = host["layers"][layer], config.num_local_experts
-    w = weight_of_ones(rng, (8, e, config.moe_hidden_size // 8, width))
-    if layer:
-        codes = nvfp4.e2m1_encode(w)
-        p["down"], p["down_scale"] = nvfp4.pack(codes), np.ones_like(p["down_scale"])
-        p["down_global"] = np.ones_like(p["down_global"])
-    else:
-        p["down"] = w.astype(BF16)
-    model = model_from(config, host)
-    chunk, ranges = (min(width, 1024), 8) if not layer else (width, 8 if width % 512 == 0 else width // 64)
-    k = config.num_experts_per_tok
-    x = sparse_rows(rng, ROWS * k, width, chunk, max(ranges, 4))
-    ids = np.stack([rng.permutation(e)[:k] for _ in range(ROWS)]).astype(np.int32)
-    got = wide(whole(Call(config, DecodeConfig()).experts_down(layer, slices(x), jnp.asarray(ids),
-                                                               model.packed["layers"][layer], jnp.int32(0))))
-    rows = w.swapaxes(0, 1).reshape(e, -1, width)[ids.reshape(-1)]
-    products = wide(x)[:, None, :] * rows
-    if ranges == 2:  # two values in either: with the order inside a range, which is a platform's own
-        exact = products.astype(np.float64).sum(-1)
-        assert (np.abs(got - exact) <= 2.0**-20 * np.abs(products).max(-1) + 2.0**-8 * np.abs(exact)).all()
-        return
-    assert_same_bits(got, round_bf16(k_sum(products, chunk, ranges)))
-    assert (got != round_bf16(k_sum(products[..., ::-1], chunk, ranges))).mean() > 0.02
-
-
-def test_order_of_k_router():
-    """The router in float32: as dense; scores show it through the sigmoid."""
-    config, rng, math = replace(TWO, hidden_size=2048, output_multiplier=0.5), np.random.default_rng(8), math_h()
-    host = random_host_params(config)
-    p = host["layers"][0]
-    p["router"] = weight_of_ones(rng, p["router"].shape) * F32(2.0**-6)
-    for name in ("ffn_norm", "attention_residual_gate"):  # the same factor for every column
-        p[name] = np.zeros_like(p[name])
-    model = model_from(config, host)
-    stream = wide(sparse_rows(rng, ROWS, 2048, 1024, 8))
-    got, _, scores = Call(config, DecodeConfig()).pool(0, jnp.asarray(stream), slices(np.zeros_like(stream)),
-                                                       model.packed["layers"][0])
-    x = centred_norm(np.asarray(got), p["ffn_norm"], config.rms_norm_eps)
-    logits = k_sum(x[:, None] * p["router"].reshape(-1, 2048), 1024, 8)
-    assert_same_bits(whole(scores), math("sigmoid", logits * F32(0.5)))
-    other = k_sum((x[:, None] * p["router"].reshape(-1, 2048))[..., ::-1], 1024, 8)
-    assert (whole(scores) != math("sigmoid", other * F32(0.5))).any()
 
 
 # ------------------------------------------------------------------ head

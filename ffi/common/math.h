@@ -33,7 +33,8 @@ MUSEJAX_FN float Div(float a, float b) { return a / b; }
 MUSEJAX_FN float Fma(float a, float b, float c) { return fmaf(a, b, c); }
 MUSEJAX_FN float Clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 MUSEJAX_FN float ZeroBelow(float x, float bound, float value) { return x < bound ? 0.0f : value; }
-MUSEJAX_FN float PowerOfTwo(float n) { return Bits(uint32_t(int32_t(n) + 127) << 23); }  // n integral, -126 to 127
+// n integral, -126 to 127. Adding 1.5 * 2^23 leaves n in the low bits of the sum.
+MUSEJAX_FN float PowerOfTwo(float n) { return Bits((Bits(n + 12582912.0f) << 23) + 0x3F800000u); }
 
 // ---- bf16 ----
 MUSEJAX_FN float FromBf16(uint16_t h) { return Bits(uint32_t(h) << 16); }

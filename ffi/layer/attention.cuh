@@ -429,19 +429,21 @@ __device__ void StoreHead(Context<S>& c, const Word* records, uint16_t* cache, u
   }
 }
 
-// Row warps, when nobody reads the layer's cache and flight any more.
+// When nobody reads the layer's cache and flight any more. By warp 3 alone, which has nothing else to do while the experts
+// are combined.
 template <typename S>
 __device__ __noinline__ void StoreKeys(Context<S>& c) {
   InShared(c);
-  if (c.moved) return;
+  if (c.moved || c.warp != 3) return;
   const LayerArrays& arrays = c.arrays();
-  c.ForTasks(2 * S::kKvHere, [&](int i) {
+#pragma unroll 1
+  for (int i = c.block; i < 2 * S::kKvHere; i += c.blocks) {
     const bool keys = i % 2 == 0;
     const int64_t head = i / 2;
     StoreHead(c, RecordAt<kHeadColumns>(c.Frame(keys ? Frames<S>::k : Frames<S>::v), head * kRows),
               (keys ? arrays.keys : arrays.values) + head * arrays.slots * kHeadColumns,
               (keys ? arrays.flight_keys : arrays.flight_values) + head * kRows * kHeadColumns);
-  });
+  }
 }
 
 // Row warps, when a launch starts at attention: q and gate as an earlier launch left them, k and v from flight.

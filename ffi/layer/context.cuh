@@ -163,9 +163,13 @@ __device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, co
 
 // Where the small arrays of the layer at hand lie.
 template <typename S>
-__device__ __forceinline__ SmallLayout SmallOf(const Context<S>& c) {
+__device__ __forceinline__ SmallLayout SmallOf(bool nvfp4) {
   constexpr SmallLayout kNvfp4(S::kShape, true), kBf16(S::kShape, false);
-  return c.arrays().nvfp4 ? kNvfp4 : kBf16;
+  return nvfp4 ? kNvfp4 : kBf16;
+}
+template <typename S>
+__device__ __forceinline__ SmallLayout SmallOf(const Context<S>& c) {
+  return SmallOf<S>(c.arrays().nvfp4);
 }
 
 }  // namespace musejax::layer

@@ -111,6 +111,28 @@ __device__ __noinline__ void StreamDense(const Context<S>& c, Producer& producer
   }
 }
 
+// Into L2, what does not pass the ring: this SM's router weights, and its share of the small arrays of a layer.
+template <typename S>
+__device__ __forceinline__ void PrefetchRouter(const Context<S>& c) {
+  using D = DenseOf<S, Dense::kRouter>;
+  const DenseJob job = JobOf(c, Dense::kRouter);
+#pragma unroll 1
+  for (int i = job.begin * int(kRanges); i < job.end * int(kRanges); ++i) {
+    const int u = i / int(kRanges), range = job.ChunkOf(u) * int(kRanges) + i % int(kRanges);
+    const int at = job.TileOf(u), slice = at / D::kTiles, row = at % D::kTiles * 16;
+    const float* rows = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
+                        (range * D::kColumns + row) * D::kRangeK;
+    ptx::CpAsyncBulkPrefetchL2(rows, Min(16, D::kColumns - row) * D::kRangeK * 4);
+  }
+}
+template <typename S>
+__device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
+  const LayerArrays& arrays = c.layers[layer];
+  const int pieces = int(SmallOf<S>(arrays.nvfp4).count / 4);  // of 16 bytes
+  const int begin = pieces * c.block / c.blocks, end = pieces * (c.block + 1) / c.blocks;
+  if (end > begin) ptx::CpAsyncBulkPrefetchL2(arrays.small + 4 * begin, 16 * (end - begin));
+}
+
 // ---- MMA warps ----
 
 // B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to
@@ -159,63 +181,65 @@ template <int kSteps>
 __device__ __forceinline__ void MultiplyRouter(const float* range, int rows, int first_row, int lane,
                                                const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
   const int row = first_row + lane / 4, column = 2 * (lane % 4);
-  float2 w[kSteps][4];
+  constexpr int kAtOnce = Min(kSteps, 4);
 #pragma unroll
-  for (int j = 0; j < kSteps; ++j)
+  for (int first = 0; first < kSteps; first += kAtOnce) {
+    float2 w[kAtOnce][4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      w[j][r] = {0.0f, 0.0f};
-      if (row + r % 2 * 8 < rows)
-        w[j][r] = __ldg(reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column + 16 * j +
-                                                        r / 2 * 8));
-    }
-#pragma unroll
-  for (int j = 0; j < kSteps; ++j)
-#pragma unroll
-    for (int part = 0; part < 3; ++part) {
-      uint32_t a[4];
+    for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        a[r] = PackBf16(w[j][r].x, w[j][r].y);
-        const Two taken = Unpack(a[r]);
-        w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
+        w[j][r] = {0.0f, 0.0f};
+        if (row + r % 2 * 8 < rows)
+          w[j][r] = __ldg(reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column +
+                                                          16 * (first + j) + r / 2 * 8));
       }
-      ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
-      ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
-    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+      for (int part = 0; part < 3; ++part) {
+        uint32_t a[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          a[r] = PackBf16(w[j][r].x, w[j][r].y);
+          const Two taken = Unpack(a[r]);
+          w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
+        }
+        ptx::MmaM16N8K16Bf16(d[0], a, b[first + j][0], b[first + j][1]);
+        ptx::MmaM16N8K16Bf16(d[1], a, b[first + j][2], b[first + j][3]);
+      }
+  }
 }
 
 // The units of a GEMM. Float32 weights, the router's, do not pass the ring.
-template <int kSteps, int kBlock, typename S>
+template <int kSteps, int kBlock, bool kRouter, typename S>
 __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
-  const int router_rows = which == Dense::kRouter ? DenseOf<S, Dense::kRouter>::kColumns : 0;
+  constexpr int kRouterRows = DenseOf<S, Dense::kRouter>::kColumns;
   const Waiter waiter = c.waiter;
   const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
-  uint32_t b[kSteps][4];
-  int loaded = -1;
+  for (int u = job.begin; u < job.end;) {
+    const int chunk = job.ChunkOf(u), end = Min(job.end, (chunk + 1) * job.slices * job.tiles);
+    const int block = (chunk * kMmaWarps + warp) * (kSteps * 16 / kBlock);
+    uint32_t b[kSteps][4];
+    LoadRows<kSteps, kBlock>(waiter, job.epoch, job.input + block * kRows * 4 * RecordWords(kBlock), lane, b);
 #pragma unroll 1
-  for (int u = job.begin; u < job.end; ++u) {
-    const int chunk = job.ChunkOf(u);
-    if (chunk != loaded) {
-      const int block = (chunk * kMmaWarps + warp) * (kSteps * 16 / kBlock);
-      LoadRows<kSteps, kBlock>(waiter, job.epoch, job.input + block * kRows * 4 * RecordWords(kBlock), lane, b);
-      loaded = chunk;
+    for (; u < end; ++u) {
+      float d[2][4] = {};
+      if constexpr (kRouter) {
+        const int at = job.TileOf(u), slice = at / job.tiles;
+        const float* range = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
+                             (chunk * kMmaWarps + warp) * kRouterRows * kSteps * 16;
+        MultiplyRouter<kSteps>(range, kRouterRows, (at - slice * job.tiles) * 16, lane, b, d);
+      } else {
+        const uint8_t* stage = consumer.Wait(waiter);
+        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d);
+        consumer.Release(waiter);
+      }
+      StoreSums(consumer.Enter(waiter), d, lane);
+      consumer.Leave();
+      consumer.NextUnit();
     }
-    float d[2][4] = {};
-    if (router_rows) {
-      const int at = job.TileOf(u), slice = at / job.tiles;
-      const float* range = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
-                           (chunk * kMmaWarps + warp) * router_rows * kSteps * 16;
-      MultiplyRouter<kSteps>(range, router_rows, (at - slice * job.tiles) * 16, lane, b, d);
-    } else {
-      const uint8_t* stage = consumer.Wait(waiter);
-      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d);
-      consumer.Release(waiter);
-    }
-    StoreSums(consumer.Enter(waiter), d, lane);
-    consumer.Leave();
-    consumer.NextUnit();
   }
 }
 
@@ -257,12 +281,14 @@ __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer
   constexpr bool kMoeAlike = Moe::kSteps == Hidden::kSteps && Moe::kBlock == Hidden::kBlock;
   if (c.warp < kFirstMmaWarp)
     DenseSums(c, consumer, which);
+  else if (which == Dense::kRouter)
+    DenseUnits<Hidden::kSteps, Hidden::kBlock, true>(c, consumer, which);
   else if (!kOutAlike && which == Dense::kOut)
-    DenseUnits<Out::kSteps, Out::kBlock>(c, consumer, which);
+    DenseUnits<Out::kSteps, Out::kBlock, false>(c, consumer, which);
   else if (!kMoeAlike && which == Dense::kUnpooler)
-    DenseUnits<Moe::kSteps, Moe::kBlock>(c, consumer, which);
+    DenseUnits<Moe::kSteps, Moe::kBlock, false>(c, consumer, which);
   else
-    DenseUnits<Hidden::kSteps, Hidden::kBlock>(c, consumer, which);
+    DenseUnits<Hidden::kSteps, Hidden::kBlock, false>(c, consumer, which);
 }
 
 // ---- row tasks ----

@@ -82,9 +82,12 @@ __device__ void Stream(Context<S>& c, Shared<S>& shared) {
   Producer producer{{}, ptx::CreatePolicyEvictFirst()};
   const bool pushes = c.lane() == 0;
   c.waiter.At(c.layer, kStream);
+  if (pushes) PrefetchSmall(c, 0);
   if (pushes && c.pass.first) StreamDense(c, producer, Dense::kQkvg);
   for (int n = 0; RunsWhole(c); ++n) {
     if (pushes) {
+      PrefetchRouter(c);
+      if (c.layer + 1 < c.pass.count_layers) PrefetchSmall(c, c.layer + 1);
       StreamHistory(c, producer);
       StreamDense(c, producer, Dense::kOut);
       StreamDense(c, producer, Dense::kPooler);
@@ -157,7 +160,6 @@ __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Co
   ChooseExperts(c, shared.route);
   Stamp(c, Point::kChosen);
   ListVisits(c, shared.route);  // a barrier: every row's attention is over
-  StoreKeys(c);
   Stamp(c, Point::kListed);
 #pragma unroll 1
   for (int down = 0; down < 2; ++down) {
@@ -169,6 +171,7 @@ __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Co
     Stamp(c, down ? Point::kDownSums : Point::kUpSums);
   }
   c.waiter.At(c.layer, kCombine);
+  StoreKeys(c);
   CombineExperts(c, shared.route);
   Stamp(c, Point::kM);
   c.waiter.At(c.layer, kUnpool);

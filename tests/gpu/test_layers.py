@@ -1,6 +1,7 @@
 """The layer kernel on a GPU: against the CPU twin, layer by layer from the same bits, and against itself bit for bit."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from kernel_inputs import SMALL, accepted, model_of, random_cache
 
 from musejax.config import DecodeConfig
 from musejax.kernels import forward as kf
+from musejax.kernels.calls import Call, RowState
 from musejax.nvfp4 import ACTIVATIONS
 
 MAX_LENGTH = 1100
@@ -47,26 +49,45 @@ def run(cpu, gpu):
     return one
 
 
-def worst_error(got, want, same) -> float:
-    error = np.abs(np.asarray(got) - want).max(-1) / np.sqrt((np.asarray(want, np.float64)**2).mean(-1))
-    return float(error[same].max())
+@pytest.fixture
+def run_layer(gpu):
+    """run_layer(model, layer, cache, stream, parents, decode): one layer on the GPU -> (stream, ids)."""
+
+    @partial(jax.jit, static_argnames=("config", "layer", "decode"))
+    def one(params, cache, stream, parents, *, config, layer, decode):
+        call, t = Call(config, decode, "gpu"), stream.shape[0]
+        rows = RowState(parents, jnp.stack([cache.length, jnp.int32(t), cache.accepted]), cache.path)
+        heads = jnp.zeros((config.num_attention_heads, t, config.head_dim), jnp.bfloat16)
+        cos_sin = call.angles(cache.length + kf.depths(parents))
+        out = call.layers(range(layer, layer + 1), params, stream, heads, heads, cos_sin, rows, cache, first=True,
+                          last=True)
+        return out[0], out[3][0]
+
+    def run(model, layer, cache, stream, parents, decode):
+        with jax.default_device(gpu):
+            return one(jax.device_put(model.packed["layers"], gpu), jax.device_put(cache, gpu), jnp.asarray(stream),
+                       jnp.asarray(parents, jnp.int32), config=model.config, layer=layer, decode=decode)
+
+    return run
 
 
 @pytest.mark.parametrize("mode", ACTIVATIONS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_whole_pass_beside_the_twin(run, cpu, gpu, length, mode):
-    """Errors of earlier layers included, so the bound is that of one layer times the number of layers."""
-    model, decode = model_of(SMALL), DecodeConfig(activations=mode)
+def test_layers_beside_the_twin(run, run_layer, cpu, length, mode):
+    """Each layer from the twin's bits before it. A 4-bit code near a threshold may fall to the other side, which moves
+    its row: such rows are few."""
+    model, decode, parents = model_of(SMALL), DecodeConfig(activations=mode), TREES["random"]
     cache = random_cache(SMALL, length, MAX_LENGTH)
-    twin = run(cpu, model, cache, tokens_of(16, length), TREES["random"], decode=decode, trace=True)
-    got = run(gpu, model, cache, tokens_of(16, length), TREES["random"], decode=decode, trace=True)
-    same = np.ones(16, bool)
+    twin = run(cpu, model, cache, tokens_of(16, length), parents, decode=decode, trace=True)
     for i in range(SMALL.num_hidden_layers):
-        same &= (np.sort(got.expert_ids[i], -1) == np.sort(twin.expert_ids[i], -1)).all(-1)
-        error = worst_error(got.streams[i + 1], np.asarray(twin.streams[i + 1]), same)
-        print(f"layer {i}: {same.sum()} of 16 rows by the same experts, worst {error:.2e} RMS(row)")
-        assert error <= RESIDUAL_BOUND * (i + 1)
-    assert same.mean() >= 0.75
+        stream, ids = run_layer(model, i, cache, np.asarray(twin.streams[i]), parents, decode)
+        same = (np.sort(ids, -1) == np.sort(twin.expert_ids[i], -1)).all(-1)
+        want = np.asarray(twin.streams[i + 1])
+        error = np.abs(np.asarray(stream) - want).max(-1) / np.sqrt((want.astype(np.float64)**2).mean(-1))
+        moved = error > RESIDUAL_BOUND
+        print(f"layer {i}: {same.sum()} of 16 rows by the same experts, median {np.median(error[same]):.1e}, worst "
+              f"{error[same].max():.1e} RMS(row)")
+        assert same.sum() >= 15 and (moved & same).sum() <= (mode != "bf16" and i in SMALL.nvfp4_layers)
 
 
 def assert_same_pass(a, b):
