@@ -255,12 +255,29 @@ def _add_parity(commands) -> None:
 
 
 def _add_bench(commands) -> None:
-    p = commands.add_parser("bench", help="measure the GPU")
+    p = commands.add_parser("bench", help="measure the GPU, and the kernels on it")
     kinds = p.add_subparsers(title="measurements", dest="bench", required=True, metavar="MEASUREMENT")
     p = kinds.add_parser("limits", help="bandwidths, latencies, properties of instructions", description=(
         "Measures what the GPU can do at most and at best, and prints one line for each figure with the one that the "
         "design counts on. Takes a minute and needs the whole GPU. Exit code 1 if a check fails."))
     p.add_argument("--only", metavar="NAME", nargs="+", choices=GROUPS, help=f"some of {', '.join(GROUPS)}")
+    p.add_argument("--json", metavar="FILE", help="also write the result to a file")
+    p = kinds.add_parser("layer", help="microseconds of a decoder layer", description=(
+        "Measures decoder layers of the released sizes as one rank of 8 on one GPU, exchanges looped back: random "
+        "NVFP4 weights, another routing in each launch. Prints one line for each combination of rows, context and "
+        "distinct experts, with the share of the HBM rate measured before. Exit code 1 if results are not finite, or "
+        "differ when repeated."))
+    p.add_argument("--distinct", metavar="D", type=int, nargs="+", help="experts that the rows hit, 8 or more; met on "
+                   "average (default: 49, or what fewer rows can hit)")
+    p.add_argument("--rows", metavar="N", type=int, nargs="+", default=[16], help="1 to 16 (default 16)")
+    p.add_argument("--context", metavar="N", type=int, nargs="+", default=[2048],
+                   help="positions before these rows (default 2048)")
+    p.add_argument("--layers", metavar="N", type=int, default=8, help="in one launch, 1 to 60 (default 8)")
+    p.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
+                   help="what NVFP4 experts multiply their weights with (default bf16)")
+    p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 launches each (default 9)")
+    p.add_argument("--baseline", action=argparse.BooleanOptionalAction, default=True,
+                   help="also time the layers in plain JAX as XLA compiles them, batch by batch in between (default)")
     p.add_argument("--json", metavar="FILE", help="also write the result to a file")
 
 

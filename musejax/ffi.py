@@ -34,6 +34,27 @@ class LibraryError(RuntimeError):
     """The compiled library is missing, or does not fit this Python code or this jaxlib."""
 
 
+class WaitError(RuntimeError):
+    """A wait inside a layer kernel did not end in time. What the pass returned means nothing, caches included: start anew
+    from the prompt."""
+
+
+def raise_wait_error() -> None:
+    """Raises what the CUDA kernels of this process have reported since the last call, and makes them ready to run again.
+    Results of a launch are valid only if this returns after they have come to the host: a launch cannot raise, and a
+    CUDA graph replays it without asking Python.
+
+    Raises:
+        WaitError: rank, SM, warp, layer, phase, the tag that was wanted and the one that was there.
+    """
+    module = _loaded.get("cuda")
+    if module is None or not (text := module.layer_error()):
+        return
+    if code := module.reset_after_error():
+        text += f"; the kernels cannot run again in this process (CUDA error {code})"
+    raise WaitError(text)
+
+
 @dataclass(frozen=True)
 class BuildInfo:
     """How a library was built, as its own handler reports it."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from musejax.config import ConfigError
 from musejax.decode import cache_length, check_tokens
+from musejax.ffi import raise_wait_error
 from musejax.kernels.cache import MAX_ROWS
 from musejax.loading import Model
 from musejax.sampling import Sampling
@@ -86,6 +87,7 @@ def steps(model: Model, prompt: Sequence[int], sampling: Sampling | None = None,
 
     Raises:
         ConfigError: as `plan_length`, at the call, not at the first token.
+        WaitError: while iterating; a kernel on a GPU gave up waiting (ffi.raise_wait_error).
     """
     sampling = sampling or Sampling()
     count = plan_length(model, prompt, max_new_tokens)
@@ -99,6 +101,7 @@ def steps(model: Model, prompt: Sequence[int], sampling: Sampling | None = None,
         made = StepTokens([int(state.token)], [float(state.logprob)])
         left = count
         while True:
+            raise_wait_error()
             end = next((i + 1 for i, token in enumerate(made.tokens) if token in stops), 0)
             kept = min(end or len(made.tokens), left)
             yield StepTokens(made.tokens[:kept], made.logprobs[:kept], made.distinct)
@@ -133,6 +136,7 @@ def whole_run(model: Model, prompt: Sequence[int], sampling: Sampling | None = N
         state = model.start_speculative(prompt, cache_length(model.config, len(prompt) + room), sampling)
         out = model.run_speculative(state, count, stops)
         tokens, logprobs = (np.asarray(x)[:int(out.count)].tolist() for x in (out.tokens, out.logprobs))
+        raise_wait_error()
         yield StepTokens(tokens[:1], logprobs[:1])
         for part in np.array_split(np.arange(1, len(tokens)), int(out.steps) or 1):
             if part.size:

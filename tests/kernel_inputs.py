@@ -278,9 +278,25 @@ def attention_in_order(q_gc, keys_pc, values_pc, first, position, scale, exp):
     return round_bf16(total[:, :-1] / total[:, -1:])
 
 
-# ------------------------------------------------------------------ ffi/common/math.h, compiled for itself
+# ------------------------------------------------------------------ headers of ffi/, compiled for themselves
 
-_SOURCE = """
+FFI = Path(__file__).resolve().parent.parent / "ffi"
+
+
+def compile_library(source: str, include: Path = FFI) -> ctypes.CDLL:
+    """Compiles C++ that includes headers of ffi/ with the system's compiler, or skips the test."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler: $CXX is not set, and c++, g++ and clang++ are not found")
+    with tempfile.TemporaryDirectory() as folder:
+        path, target = Path(folder, "library.cc"), Path(folder, "library.so")
+        path.write_text(source)
+        subprocess.run([*compiler.split(), "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{include}",
+                        str(path), "-o", str(target)], check=True)
+        return ctypes.CDLL(str(target))
+
+
+_MATH = """
 #include "common/math.h"
 #define MAP(name, value) \\
   extern "C" void name(const float* x, float* y, int64_t n) { for (int64_t i = 0; i < n; ++i) y[i] = value; }
@@ -313,14 +329,5 @@ class Math:
 
 @functools.cache
 def math_h() -> Math:
-    """Compiles the header with the system's compiler, or skips the test."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler: $CXX is not set, and c++, g++ and clang++ are not found")
-    include = Path(__file__).resolve().parent.parent / "ffi"
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "math.cc"), Path(folder, "math.so")
-        source.write_text(_SOURCE)
-        subprocess.run([*compiler.split(), "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{include}",
-                        str(source), "-o", str(target)], check=True)
-        return Math(ctypes.CDLL(str(target)))
+    """ffi/common/math.h."""
+    return Math(compile_library(_MATH))

@@ -1,5 +1,5 @@
-"""The CUDA layer kernel on the emulator (tests/emulator): against the CPU twin, and against itself bit for bit. And that
-a wait that cannot end is reported."""
+"""The CUDA layer kernel on the emulator (tests/emulator): against the CPU twin, and against itself bit for bit. And
+that a wait that cannot end is reported."""
 
 import ctypes
 from dataclasses import replace
@@ -181,7 +181,7 @@ def test_a_wait_that_cannot_end_is_reported():
     cache = random_cache(SMALL, 40, MAX_LENGTH)
     emulated.library().EmulateOnlyRank.argtypes = [ctypes.c_int]
     emulated.library().EmulateOnlyRank(0)
-    with pytest.raises(emulated.WaitError, match="rank 0 .* layer 0 phase"):
+    with pytest.raises(emulated.WaitError, match=r"rank 0 .* layer 0 phase"):
         emulated.run(model, cache, tokens, slices=1, ranks=8, blocks=2, budget_ms=5.0)
     emulated.library().EmulateOnlyRank(-1)
     assert np.isfinite(emulated.run(model, cache, tokens, slices=1, ranks=8, blocks=2).stream).all()

@@ -64,6 +64,6 @@ NB_MODULE(_cuda, m) {
   m.def("layer_error", &musejax::layer::ErrorText);
   m.def("reset_after_error", [] { return int(musejax::layer::ResetAfterError()); });
   m.def("layer_stamps", &musejax::layer::Stamps);  // [blocks][12 warps][64 layers][32 points], flat
-  m.def("set_spin_budget", &musejax::layer::SetSpinBudget, nb::arg("ns"));
+  m.def("set_spin_budget", [](uint64_t ns) { return int(musejax::layer::SetSpinBudget(ns)); }, nb::arg("ns"));
   m.def("limits", &Limits, nb::arg("device"), nb::arg("groups"));
 }

@@ -94,7 +94,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
     pass.count_layers = int(n), pass.first = first, pass.last = last, pass.rows = int(count);
     pass.parents = parents, pass.state = state, pass.path = path;
     pass.frames = w.frames, pass.epochs = w.epochs, pass.abort = w.abort, pass.max_units = w.max_units;
-    pass.stamps = w.stamps, pass.error = layer::Errors(), pass.budget_ns = layer::SpinBudget();
+    pass.stamps = w.stamps, pass.error = layer::Errors(), pass.budget = w.budget;
     pass.exchange = LoopedExchange(w.frames, slices);
     return Launched("layers", instance->launch(pass, w.blocks, stream));
   } catch (const std::exception& error) {

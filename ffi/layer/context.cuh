@@ -45,8 +45,8 @@ struct Pass {
   uint8_t* frames;      // of this rank
   uint32_t* epochs;     // [blocks]
   uint32_t* abort;
+  const uint32_t* budget;  // of a wait, in 1,024 ns; in device memory, for a graph keeps its launches' parameters
   ErrorBlock* error;
-  uint64_t budget_ns;
   int rank, max_units;  // max_units: attention units of one key head that the frames hold
   Exchange exchange;
   uint64_t* stamps;  // [blocks][warps][layers][kStamps], of a build with MUSEJAX_LAYER_STAMPS; null: none wanted

@@ -40,6 +40,11 @@ void Check(cudaError_t error, const char* what) {
 
 size_t FrameBytes(const Instance& instance, int max_units) { return 2 * size_t(instance.frame_bytes(max_units)); }
 
+cudaError_t WriteBudget(const Workspace& w) {
+  const uint32_t budget = uint32_t(spin_budget_ns >> 10);
+  return cudaMemcpy(w.budget, &budget, 4, cudaMemcpyHostToDevice);
+}
+
 const Workspace* newest = nullptr;
 size_t StampBytes(const Workspace& w) { return size_t(8) * w.blocks * kWarps * kMaxLayers * kStamps; }
 
@@ -68,10 +73,11 @@ const Workspace& WorkspaceOf(const Instance& instance, int64_t slots) {
       throw std::runtime_error("layers: expected a GPU with at least " + std::to_string(instance.min_blocks()) +
                                " multiprocessors, got " + std::to_string(w.blocks));
     Check(cudaMalloc(&w.frames, FrameBytes(instance, w.max_units)), "cudaMalloc");
-    Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 1)), "cudaMalloc");
-    w.abort = w.epochs + w.blocks;
+    Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 2)), "cudaMalloc");
+    w.abort = w.epochs + w.blocks, w.budget = w.abort + 1;
     Check(cudaMemset(w.frames, 0, FrameBytes(instance, w.max_units)), "cudaMemset");
     Check(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)), "cudaMemset");
+    Check(WriteBudget(w), "cudaMemcpy");
 #if defined(MUSEJAX_LAYER_STAMPS)
     Check(cudaMalloc(&w.stamps, StampBytes(w)), "cudaMalloc");
     newest = &w;
@@ -120,7 +126,13 @@ cudaError_t ResetAfterError() {
   return error;
 }
 
-void SetSpinBudget(uint64_t ns) { spin_budget_ns = ns; }
+cudaError_t SetSpinBudget(uint64_t ns) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  spin_budget_ns = ns;
+  for (const auto& [key, w] : workspaces)
+    if (const cudaError_t error = WriteBudget(w); error != cudaSuccess) return error;
+  return cudaSuccess;
+}
 uint64_t SpinBudget() { return spin_budget_ns; }
 
 }  // namespace musejax::layer

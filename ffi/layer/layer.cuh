@@ -45,7 +45,7 @@ __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Share
   InitRoute(shared.route);
   Context<S>& c = *reinterpret_cast<Context<S>*>(shared.contexts[warp]);
   if (threadIdx.x % 32 == 0) {
-    shared.where[warp] = {params.error, params.abort, uint32_t(params.budget_ns >> 10), params.rank, block, warp};
+    shared.where[warp] = {params.error, params.abort, *params.budget, params.rank, block, warp};
     new (&c) Context<S>{params,
                         params.layers,
                         {&shared.where[warp]},

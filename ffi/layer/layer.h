@@ -29,7 +29,7 @@ const Instance* FindInstance(const Shape& shape, int64_t top_k, int64_t slices);
 // first use (not while a graph is captured) and kept for the life of the process.
 struct Workspace {
   uint8_t* frames;
-  uint32_t *epochs, *abort;
+  uint32_t *epochs, *abort, *budget;
   uint64_t* stamps;  // null in builds without MUSEJAX_LAYER_STAMPS
   int blocks, max_units;
 };
@@ -47,8 +47,8 @@ cudaError_t ResetAfterError();
 // builds without MUSEJAX_LAYER_STAMPS.
 std::vector<uint64_t> Stamps();
 
-// Spin budget in nanoseconds of launches from now on (2 s at first).
-void SetSpinBudget(uint64_t ns);
+// How long a wait of launches from now on may take, in nanoseconds (2 s at first), on all devices.
+cudaError_t SetSpinBudget(uint64_t ns);
 uint64_t SpinBudget();
 
 }  // namespace musejax::layer

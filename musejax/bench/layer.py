@@ -1,7 +1,7 @@
 """`musejax bench layer`: microseconds a decoder layer of the released sizes, one rank of 8 on one GPU.
 
-Weights are random and differ from layer to layer; all layers run in one launch of the layer kernel, whose exchanges with
-the seven other ranks are looped back to its own buffers. The rows' experts are drawn afresh for each launch: the
+Weights are random and differ from layer to layer; all layers run in one launch of the layer kernel, whose exchanges
+with the seven other ranks are looped back to its own buffers. The rows' experts are drawn afresh for each launch: the
 residual stream is new, and each layer's selection bias admits only so many experts that the rows hit about D of them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from musejax import ffi
+from musejax.bench import limits
+from musejax.bench.cases import Case, Timing, admitted_experts
 from musejax.bench.limits import BenchError
 from musejax.config import NUM_SLICES, RELEASED, DecodeConfig
 from musejax.kernels.attributes import layer_attributes, model_attribute
@@ -25,61 +27,11 @@ from musejax.kernels.calls import Call
 from musejax.kernels.forward import chain
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is run.
-
-    Attributes:
-        distinct: experts that the rows are to hit (D); met on average.
-        rows: 1 to 16.
-        context: positions before the pass.
-        layers: layers in one launch, all with NVFP4 experts.
-        activations: as `DecodeConfig`.
-    """
-
-    distinct: int = 49
-    rows: int = 16
-    context: int = 2048
-    layers: int = 8
-    activations: str = "bf16"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One case's figures: microseconds a layer (10th, 50th, 90th percentile), bytes a layer, result.
-
-    Attributes:
-        distinct: experts hit a layer, mean over launches and layers.
-        histogram: how many experts were hit by 1, 2, ... rows, mean a layer.
-        weight_bytes, key_bytes: read a layer.
-        digest: hash of the residual streams of all launches.
-    """
-
-    us: tuple[float, float, float]
-    distinct: float
-    histogram: tuple[float, ...]
-    weight_bytes: float
-    key_bytes: int
-    digest: str
-
-
 def layout(config) -> dict:
     return ffi.library("cpu").layout(
         hidden=config.hidden_size, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim, moe_hidden=config.moe_hidden_size, moe_inner=config.moe_intermediate_size,
         experts=config.num_local_experts, vocab=config.vocab_size, nvfp4=True)
-
-
-def expected_distinct(admitted: int, rows: int, k: int) -> float:
-    """Mean number of distinct experts if every row chooses k of `admitted` at random."""
-    return admitted * (1 - (1 - k / admitted) ** rows)
-
-
-def admitted_experts(case: Case, config) -> int:
-    """How many experts a layer's bias must admit for `case.distinct` to be hit on average."""
-    k, total = config.num_experts_per_tok, config.num_local_experts
-    counts = np.arange(k, total + 1)
-    return int(counts[np.argmin(np.abs(expected_distinct(counts, case.rows, k) - case.distinct))])
 
 
 @partial(jax.jit, static_argnames=("config", "admitted"))
@@ -128,8 +80,7 @@ class LoopedLayers:
                    for instance in ffi.library("cuda").layer_instances()):
             raise BenchError("bench layer: expected a library compiled for the released sizes of one rank of 8, got "
                              "one without; build with MUSEJAX_CUDA=ON")
-        # Layers 2, 3, 4, ... of the model: sliding and full as they come.
-        self.numbers = range(2, 2 + case.layers)
+        self.numbers = case.numbers
         self.decode = DecodeConfig(activations=case.activations)
         keys = jax.random.split(jax.random.key(seed), case.layers + 1)
         admitted = admitted_experts(case, c)
@@ -137,8 +88,7 @@ class LoopedLayers:
         heads = c.num_key_value_heads // NUM_SLICES
         self.kept = []
         for n, i in enumerate(self.numbers):
-            slots = c.window(i) or case.context + 2 * MAX_ROWS
-            shape = (heads, slots, c.head_dim)
+            shape = (heads, case.slots(c, i), c.head_dim)
             self.kept += [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
                           for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim),
                                                  (heads, MAX_ROWS, c.head_dim)))]
@@ -146,7 +96,13 @@ class LoopedLayers:
 
     @property
     def expert_bytes(self) -> int:
+        """Of one expert of a layer."""
         return self.params[0]["experts"].shape[2]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of a layer's other GEMMs."""
+        return self.params[0]["dense"].size
 
     def _launch(self, stream, kept, params):
         c, case = self.config, self.case
@@ -170,6 +126,7 @@ class LoopedLayers:
         return out[0], out[3], list(out[5:])
 
     def stream(self, seed: int):
+        """A residual stream, float32 [rows, d]."""
         return jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
 
     def launch(self, stream):
@@ -178,34 +135,89 @@ class LoopedLayers:
         return stream, ids
 
 
-def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0) -> Timing:
+class Samples:
+    """What `batch` measured of some layers."""
+
+    def __init__(self, layers):
+        self.layers = layers
+        self.times, self.hits, self.digest, self.failed, self.first = [], [], hashlib.sha256(), "", None
+
+    def batch(self, streams, counted: bool) -> None:
+        """Launches back to back, one a stream; their time over all layers is one sample."""
+        begin = time.perf_counter()
+        out = jax.block_until_ready([self.layers.launch(stream) for stream in streams])
+        elapsed = time.perf_counter() - begin
+        ffi.raise_wait_error()
+        if not counted:
+            return
+        self.times.append(elapsed / len(streams) / self.layers.case.layers * 1e6)
+        for stream, ids in out:
+            self.hits.extend(np.asarray(ids))
+            self.digest.update(np.asarray(stream).tobytes())
+            if not np.isfinite(np.asarray(stream)).all():
+                self.failed = "results: expected finite numbers, got others"
+        self.first = self.first or (streams[0], np.asarray(out[0][0]))
+
+    def check_repeat(self) -> None:
+        """The first launch once more: the same bits are expected."""
+        stream, want = self.first
+        got = np.asarray(self.layers.launch(stream)[0])
+        ffi.raise_wait_error()
+        if wrong := np.flatnonzero(want.view(np.uint32).reshape(-1) != got.view(np.uint32).reshape(-1)).size:
+            self.failed = f"the first launch repeated: expected the same bits, got {wrong} of {want.size} others"
+
+    def timing(self) -> Timing:
+        case, c = self.layers.case, self.layers.config
+        counts = [np.bincount(ids.reshape(-1), minlength=c.num_local_experts) for ids in self.hits]
+        distinct = float(np.mean([np.count_nonzero(row) for row in counts]))
+        histogram = tuple(float(np.mean([np.count_nonzero(row == r) for row in counts]))
+                          for r in range(1, case.rows + 1))
+        keys = [min(case.context, c.window(i) or case.context) for i in case.numbers]
+        experts = distinct * self.layers.expert_bytes
+        return Timing(us=tuple(map(float, np.percentile(self.times, (10, 50, 90)))), distinct=distinct,
+                      histogram=histogram, weight_bytes=self.layers.dense_bytes + experts, expert_bytes=experts,
+                      key_bytes=int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES,
+                      digest=self.digest.hexdigest()[:12], failed=self.failed)
+
+
+def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline: bool = False) -> Timing:
     """Runs `batches` batches of `each` launches back to back, every launch with another stream, after one batch that is
-    not counted; a batch's time over its layers is one sample.
+    not counted. With `baseline` the same batches of `reference.ReferenceLayers` come in between, one by one.
 
     Raises:
-        BenchError: a result that is not finite.
+        BenchError: as `LoopedLayers`.
+        WaitError: a wait inside the kernel did not end.
     """
-    layers = LoopedLayers(case, seed)
-    times, hits, digest = [], [], hashlib.sha256()
+    runs = [Samples(LoopedLayers(case, seed))]
+    if baseline:
+        from musejax.bench.reference import ReferenceLayers
+
+        runs.append(Samples(ReferenceLayers(case, runs[0].layers.config, seed)))
     for n in range(batches + 1):
-        streams = jax.block_until_ready([layers.stream(1000 + n * each + i) for i in range(each)])
-        begin = time.perf_counter()
-        out = jax.block_until_ready([layers.launch(stream) for stream in streams])
-        elapsed = time.perf_counter() - begin
-        if n == 0:
-            continue
-        times.append(elapsed / each / case.layers)
-        for stream, ids in out:
-            hits.append(np.asarray(ids))
-            digest.update(np.asarray(stream).tobytes())
-            if not np.isfinite(np.asarray(stream)).all():
-                raise BenchError("bench layer: expected finite numbers, got others")
-    c = layers.config
-    counts = [np.bincount(row.reshape(-1), minlength=c.num_local_experts) for launch in hits for row in launch]
-    distinct = float(np.mean([np.count_nonzero(row) for row in counts]))
-    histogram = tuple(float(np.mean([np.count_nonzero(row == r) for row in counts])) for r in range(1, case.rows + 1))
-    keys = [min(case.context, c.window(i) or case.context) for i in layers.numbers]
-    key_bytes = int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES
-    us = tuple(float(x) * 1e6 for x in np.percentile(times, (10, 50, 90)))
-    weights = layers.params[0]["dense"].size + distinct * layers.expert_bytes
-    return Timing(us, distinct, histogram, weights, key_bytes, digest.hexdigest()[:12])
+        streams = jax.block_until_ready([runs[0].layers.stream(1000 + n * each + i) for i in range(each)])
+        for run in runs:
+            run.batch(streams, counted=n > 0)
+    runs[0].check_repeat()
+    kernel, *others = (run.timing() for run in runs)
+    return replace(kernel, baseline=others[0]) if others else kernel
+
+
+def open_library():
+    """As `limits.open_library`."""
+    try:
+        return limits.open_library()
+    except BenchError as error:
+        raise BenchError(f"bench layer: {str(error).removeprefix('bench limits: ')}") from error
+
+
+def roofline(module) -> float:
+    """GB/s at which this GPU reads HBM steadily through a ring of bulk copies, measured now.
+
+    Raises:
+        BenchError: it cannot be measured.
+    """
+    rows = list(limits.measure(module, ["hbm"]))
+    steady = next((row for row in rows if row.name == "hbm.steady" and row.status == "ok"), None)
+    if steady is None:
+        raise BenchError(f"bench layer: expected the figure hbm.steady, got {'; '.join(row.note for row in rows)}")
+    return steady.figure * 1e3

@@ -1,4 +1,4 @@
-"""`musejax bench`: measurements. `bench limits` measures the GPU itself."""
+"""`musejax bench`: measurements. `bench limits` measures the GPU itself, `bench layer` a decoder layer on it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ DONE, FAILED = 0, 1
 
 
 def run(args: Namespace) -> int:
-    """Runs the measurement that `args.bench` names; its exit code."""
-    return {"limits": limits}[args.bench](args)
-
-
-def limits(args: Namespace) -> int:
-    """Prints one line per figure as they come; 1 if a check or a wait failed.
+    """Runs the measurement that `args.bench` names; its exit code.
 
     Raises:
         UsageError, LibraryError, BenchError: what was expected and found; nothing was measured.
     """
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: expected a file in a folder that exists, found no such folder")
+    return {"limits": limits, "layer": layer}[args.bench](args)
+
+
+def limits(args: Namespace) -> int:
+    """Prints one line per figure as they come; 1 if a check or a wait failed."""
     from musejax.bench import limits as bench
     from musejax.checkpoint.container import write_json
 
@@ -40,3 +40,23 @@ def limits(args: Namespace) -> int:
     failed = sum(row.status == "failed" for row in rows)
     print(f"\n{f'{failed} of {len(rows)} rows failed' if failed else f'{len(rows)} rows'} ({seconds:.0f} s)")
     return FAILED if failed else DONE
+
+
+def layer(args: Namespace) -> int:
+    """Prints one line per case as they come; 1 if results are wrong."""
+    from musejax.bench import cases, layer
+    from musejax.checkpoint.container import write_json
+
+    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations)
+    module, device = layer.open_library()
+    started = time.perf_counter()
+    limit = layer.roofline(module)
+    results = []
+    for case in wanted:
+        timing = layer.measure(case, args.batches, baseline=args.baseline)
+        results.append((case, timing))
+        print(cases.as_line(device, case, timing, limit), flush=True)
+    if args.json is not None:
+        write_json(Path(args.json), cases.to_json(results, limit, device=device, version=module.version(),
+                                                  batches=args.batches, seconds=time.perf_counter() - started))
+    return FAILED if any(timing.failures for _, timing in results) else DONE

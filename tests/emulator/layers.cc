@@ -17,6 +17,7 @@ struct Workspace {
   std::vector<uint32_t> epochs;
 };
 
+uint32_t spin_budget = 0;  // in 1,024 ns
 int only_rank = -1;  // if not negative, the other ranks of a launch do not run
 
 // Kept from call to call, as on a GPU: frames are used again under new tags.
@@ -26,6 +27,8 @@ template <typename S>
 std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
   ErrorBlock error{};
   uint32_t abort = 0;
+  static uint32_t budget;
+  budget = spin_budget;
   for (size_t r = 0; r < ranks.size(); ++r) {
     PassParams& pass = ranks[r];
     Workspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
@@ -33,7 +36,7 @@ std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
     w.frames.resize(2 * Frames<S>::Bytes(pass.max_units) + 16);
     w.epochs.resize(blocks);
     pass.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));
-    pass.epochs = w.epochs.data(), pass.abort = &abort, pass.error = &error, pass.rank = int(r);
+    pass.epochs = w.epochs.data(), pass.abort = &abort, pass.budget = &budget, pass.error = &error, pass.rank = int(r);
   }
   for (size_t r = 0; r < ranks.size(); ++r) {
     Exchange& e = ranks[r].exchange;
@@ -83,13 +86,14 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
   m.rms_eps = floats[0], m.post_eps = floats[1], m.route_eps = floats[2], m.attention_scale = floats[3];
   m.output_multiplier = floats[4], m.softcap = floats[5], m.gate_temperature = floats[6], m.gate_floor = floats[7];
   m.routed_scale = floats[8];
+  spin_budget = uint32_t(budget_ms * 1e6 / 1024);
   std::vector<PassParams> ranks(num_ranks);
   for (int r = 0; r < num_ranks; ++r) {
     PassParams& pass = ranks[r];
     pass.model = m, pass.count_layers = layers, pass.first = first, pass.last = last, pass.rows = rows;
     pass.parents = parents, pass.state = state, pass.path = path, pass.stream = given[r].stream;
     pass.q = given[r].q, pass.gate = given[r].gate, pass.ids = given[r].ids;
-    pass.budget_ns = uint64_t(budget_ms * 1e6), pass.max_units = int(max_units);
+    pass.max_units = int(max_units);
     for (int i = 0; i < layers; ++i) {
       const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[9 * i + j]); };
       LayerArrays& l = pass.layers[i];

@@ -1,4 +1,4 @@
-"""The layer kernel on a GPU: against the CPU twin, layer by layer from the same bits, and against itself bit for bit."""
+"""The layer kernel on a GPU: beside the CPU twin, layer by layer from the same bits, and against itself bit for bit."""
 
 from dataclasses import replace
 from functools import partial
@@ -74,8 +74,8 @@ def run_layer(gpu):
 @pytest.mark.parametrize("mode", ACTIVATIONS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_layers_beside_the_twin(run, run_layer, cpu, length, mode):
-    """Each layer from the twin's bits before it. A 4-bit code near a threshold may fall to the other side, which moves
-    its row: such rows are few."""
+    """Each layer from the twin's bits before it. The bound is that of one phase, and a layer is seven of them: one row
+    may be beyond. A 4-bit code near a threshold may fall to the other side, which moves its row further."""
     model, decode, parents = model_of(SMALL), DecodeConfig(activations=mode), TREES["random"]
     cache = random_cache(SMALL, length, MAX_LENGTH)
     twin = run(cpu, model, cache, tokens_of(16, length), parents, decode=decode, trace=True)
@@ -87,7 +87,9 @@ def test_layers_beside_the_twin(run, run_layer, cpu, length, mode):
         moved = error > RESIDUAL_BOUND
         print(f"layer {i}: {same.sum()} of 16 rows by the same experts, median {np.median(error[same]):.1e}, worst "
               f"{error[same].max():.1e} RMS(row)")
-        assert same.sum() >= 15 and (moved & same).sum() <= (mode != "bf16" and i in SMALL.nvfp4_layers)
+        coded = mode != "bf16" and i in SMALL.nvfp4_layers
+        assert same.sum() >= 15 and (moved & same).sum() <= 1
+        assert error[same].max() <= RESIDUAL_BOUND * (16 if coded else 3)
 
 
 def assert_same_pass(a, b):

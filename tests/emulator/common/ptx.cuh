@@ -81,6 +81,8 @@ inline uint32_t CvtRnBf16x2(float low, float high) {
   return rounded(high) << 16 | rounded(low);
 }
 
+inline float Ex2Approx(float x) { return float(exp2(double(x))); }
+
 template <int kHalf>
 uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   const float s = EmulatedBf16(b, kHalf);

@@ -1,0 +1,146 @@
+"""What `musejax bench layer` runs and finds, as text and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from musejax.bench.limits import BenchError
+from musejax.config import RELEASED
+from musejax.kernels.cache import MAX_ROWS
+
+FIRST_LAYER = 2  # of the model: sliding and full layers follow as they come, all with NVFP4 experts
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Attributes:
+        distinct: experts that the rows are to hit (D), at least 8, at most 8 a row; met on average, up to what random
+            choices reach (102 for 16 rows).
+        rows: 1 to 16.
+        context: positions before the pass.
+        layers: layers in one launch, 1 to 60.
+        activations: as `DecodeConfig`.
+
+    Raises:
+        BenchError: a value out of range.
+    """
+
+    distinct: int = 49
+    rows: int = 16
+    context: int = 2048
+    layers: int = 8
+    activations: str = "bf16"
+
+    def __post_init__(self):
+        c, k = RELEASED, RELEASED.num_experts_per_tok
+        for name, low, high, why in (
+                ("rows", 1, MAX_ROWS, "what a pass takes"),
+                ("distinct", k, min(self.rows * k, c.num_local_experts), f"rows {self.rows}, {k} choices each"),
+                ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
+                ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
+            if not low <= getattr(self, name) <= high:
+                raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
+
+    @property
+    def numbers(self) -> range:
+        """The layers' numbers in the model."""
+        return range(FIRST_LAYER, FIRST_LAYER + self.layers)
+
+    def slots(self, config, layer: int) -> int:
+        """Positions that a layer's cache holds."""
+        return config.window(layer) or self.context + 2 * MAX_ROWS
+
+
+def cases_of(distinct: Sequence[int] | None, rows: Sequence[int], context: Sequence[int], **more) -> list[Case]:
+    """Every combination; without `distinct` 49, or as many as the rows can hit.
+
+    Raises:
+        BenchError: as `Case`.
+    """
+    k = RELEASED.num_experts_per_tok
+    return [Case(d, r, x, **more) for r in rows for x in context for d in distinct or [min(49, r * k)]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case's figures: microseconds a layer (10th, 50th, 90th percentile), bytes a layer, result.
+
+    Attributes:
+        distinct: experts hit a layer, mean over launches and layers.
+        histogram: how many experts were hit by 1, 2, ... rows, mean a layer.
+        weight_bytes: read a layer, each expert hit once; `expert_bytes` of them are the experts'.
+        key_bytes: of history keys and values, read a layer.
+        digest: hash of the residual streams of all launches.
+        failed: what is wrong with the results; empty: nothing.
+        baseline: the same by XLA, interleaved.
+    """
+
+    us: tuple[float, float, float]
+    distinct: float
+    histogram: tuple[float, ...]
+    weight_bytes: float
+    expert_bytes: float
+    key_bytes: int
+    digest: str
+    failed: str = ""
+    baseline: Timing | None = None
+
+    @property
+    def gb_per_s(self) -> float:
+        """Weights alone, at the median."""
+        return self.weight_bytes / self.us[1] / 1e3
+
+    @property
+    def failures(self) -> list[str]:
+        """Its own, and its baseline's."""
+        return [t.failed for t in (self, self.baseline) if t and t.failed]
+
+
+def expected_distinct(admitted: int, rows: int, k: int) -> float:
+    """Mean number of distinct experts if every row chooses k of `admitted` at random."""
+    return admitted * (1 - (1 - k / admitted) ** rows)
+
+
+def admitted_experts(case: Case, config) -> int:
+    """How many experts a layer's bias must admit for `case.distinct` to be hit on average."""
+    k, total = config.num_experts_per_tok, config.num_local_experts
+    counts = np.arange(k, total + 1)
+    return int(counts[np.argmin(np.abs(expected_distinct(counts, case.rows, k) - case.distinct))])
+
+
+def as_line(device: str, case: Case, timing: Timing, limit: float) -> str:
+    """A case in one line.
+
+    E is the time of the experts' bytes at `limit` (GB/s), W all else; nothing is fetched ahead, so H is 0. The baseline
+    is `reference.ReferenceLayers`.
+    """
+    hits = ", ".join(f"{r} x {n:.1f}" for r, n in enumerate(timing.histogram, 1) if n >= 0.05)
+    e = timing.expert_bytes / limit / 1e3
+    line = (f"{device}; one rank of 8, exchanges looped back; released sizes, NVFP4, {case.activations}; "
+            f"rows {case.rows}; context {case.context}; {case.layers} layers in one launch; D {case.distinct} asked, "
+            f"{timing.distinct:.1f} met (rows x experts: {hits}); {_time(timing)}, W {timing.us[1] - e:.1f} E {e:.1f} "
+            f"H 0; {timing.weight_bytes / 1e6:.1f} MB of weights, {timing.key_bytes / 1e6:.2f} MB of keys and values; "
+            f"{timing.gb_per_s:.0f} GB/s of weights, {timing.gb_per_s / limit:.1%} of {limit:.0f}; "
+            f"result {timing.digest}")
+    if b := timing.baseline:
+        line += (f"; the same rank in plain JAX by XLA, all rows times each expert hit: D {b.distinct:.1f} met; "
+                 f"{_time(b)}, {b.us[1] / timing.us[1]:.2f} times the kernel's; {b.weight_bytes / 1e6:.1f} MB of "
+                 f"weights, {b.gb_per_s:.0f} GB/s; result {b.digest}")
+    return line + "".join(f"; FAILED: {text}" for text in timing.failures)
+
+
+def _time(timing: Timing) -> str:
+    low, median, high = timing.us
+    return f"{median:.1f} us a layer ({low:.1f} to {high:.1f})"
+
+
+def to_json(results: Sequence[tuple[Case, Timing]], limit: float, **more) -> dict:
+    """The cases as plain data, and whatever else is to be kept with them."""
+    return {**more, "roofline_gb_per_s": limit, "failed": sum(bool(timing.failures) for _, timing in results),
+            "cases": [{"case": asdict(case), "admitted": admitted_experts(case, RELEASED), **asdict(timing),
+                       "gb_per_s": timing.gb_per_s, "share": timing.gb_per_s / limit} for case, timing in results]}

@@ -1,0 +1,298 @@
+"""`musejax bench layer` without a GPU: refusals, lines and JSON from canned figures, samples from stand-ins for layers,
+and the baseline against the reference layer."""
+
+import json
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from musejax import cli, ffi
+from musejax.bench import cases, layer, limits, reference
+from musejax.bench.cases import Case, Timing
+from musejax.cache import LayerCache
+from musejax.config import MINI, NUM_SLICES, RELEASED, DecodeConfig
+from musejax.model.attention import Rows
+from musejax.model.layer import decoder_layer
+
+STEADY = limits.Row("hbm.steady", "HBM read", "TB/s", 4.5, 4.4, 4.6, 15, "4.57", "4.98 GB", "ok")
+BASELINE = Timing((480.0, 500.0, 520.0), 48.5, (20.0, 28.5), 240e6, 170e6, 262144, "0123456789ab")
+TIMING = Timing((99.0, 100.0, 103.5), 48.75, (18.25, 0.0, 30.5), 225e6, 180e6, 262144, "ba9876543210",
+                baseline=BASELINE)
+
+
+class Library:
+    def limits(self, device, groups):
+        return [vars(STEADY)] if groups == ["hbm"] else []
+
+    def version(self):
+        return "1.2.3"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs `bench layer` with canned timings -> (exit code, stdout, stderr); `run.measured` is what it measured."""
+
+    def call(*argv, timing=TIMING):
+        def measure(case, batches, baseline):
+            call.measured.append((case, batches, baseline))
+            return timing
+
+        call.measured = []
+        monkeypatch.setattr(limits, "open_library", lambda: (Library(), "NVIDIA H200"))
+        monkeypatch.setattr(layer, "measure", measure)
+        code = cli.main(["bench", "layer", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def refused(capsys, *argv):
+    """Exit code 2 and one message; the message."""
+    code = cli.main(["bench", "layer", *map(str, argv)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.startswith("musejax: error: ") and err.count("\n") == 1, (code, out, err)
+    return err
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_line(run):
+    code, out, err = run()
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    kernel, baseline = out.split("; the same rank in plain JAX by XLA, ")
+    assert kernel == (
+        "NVIDIA H200; one rank of 8, exchanges looped back; released sizes, NVFP4, bf16; rows 16; context 2048; "
+        "8 layers in one launch; D 49 asked, 48.8 met (rows x experts: 1 x 18.2, 3 x 30.5); "
+        "100.0 us a layer (99.0 to 103.5), W 60.0 E 40.0 H 0; 225.0 MB of weights, 0.26 MB of keys and values; "
+        "2250 GB/s of weights, 50.0% of 4500; result ba9876543210")
+    assert baseline == (
+        "all rows times each expert hit: D 48.5 met; 500.0 us a layer (480.0 to 520.0), 5.00 times the kernel's; "
+        "240.0 MB of weights, 480 GB/s; result 0123456789ab\n")
+
+
+def test_every_combination_in_turn(run):
+    code, out, _ = run("--rows", 16, 8, "--distinct", 8, 49, "--context", 0, 1024, "--layers", 2, "--activations",
+                       "nvfp4_per_token", "--batches", 3, "--no-baseline")
+    assert code == 0 and out.count("\n") == 8
+    assert [(c.rows, c.context, c.distinct) for c, _, _ in run.measured] == [
+        (r, x, d) for r in (16, 8) for x in (0, 1024) for d in (8, 49)]
+    assert {(c.layers, c.activations, batches, baseline) for c, batches, baseline in run.measured} == {
+        (2, "nvfp4_per_token", 3, False)}
+
+
+def test_fewer_rows_hit_fewer_experts(run):
+    run("--rows", 1, 2, 16)
+    assert [(c.rows, c.distinct) for c, _, _ in run.measured] == [(1, 8), (2, 16), (16, 49)]
+
+
+def test_json(run, tmp_path):
+    file = tmp_path / "layer.json"
+    assert run("--context", 1024, 2048, "--json", file)[0] == 0
+    result = json.loads(file.read_text())
+    assert (result["device"], result["version"], result["batches"], result["failed"]) == ("NVIDIA H200", "1.2.3", 9, 0)
+    assert result["roofline_gb_per_s"] == 4500 and result["seconds"] >= 0
+    first, second = result["cases"]
+    assert first["case"] == dict(distinct=49, rows=16, context=1024, layers=8, activations="bf16")
+    assert second["case"]["context"] == 2048
+    assert (first["us"], first["distinct"], first["share"]) == ([99.0, 100.0, 103.5], 48.75, 0.5)
+    assert first["histogram"] == [18.25, 0.0, 30.5] and first["baseline"]["digest"] == "0123456789ab"
+
+
+@pytest.mark.parametrize("where", ["kernel", "baseline"])
+def test_wrong_results_fail_the_command(run, tmp_path, where):
+    text = "results: expected finite numbers, got others"
+    change = dict(failed=text) if where == "kernel" else dict(baseline=replace(BASELINE, failed=text))
+    code, out, _ = run("--json", tmp_path / "layer.json", timing=replace(TIMING, **change))
+    assert code == 1 and out.endswith(f"; FAILED: {text}\n")
+    assert json.loads((tmp_path / "layer.json").read_text())["failed"] == 1
+
+
+def test_wrong_arguments(capsys, tmp_path):
+    assert "rows: expected 1 to 16 (what a pass takes), got 0" in refused(capsys, "--rows", 0)
+    assert "rows: expected 1 to 16 (what a pass takes), got 17" in refused(capsys, "--rows", 1, 17)
+    assert "distinct: expected 8 to 128 (rows 16, 8 choices each), got 129" in refused(capsys, "--distinct", 129)
+    assert "distinct: expected 8 to 128 (rows 16, 8 choices each), got 7" in refused(capsys, "--distinct", 7)
+    assert "distinct: expected 8 to 8 (rows 1, 8 choices each), got 9" in refused(
+        capsys, "--rows", 16, 1, "--distinct", 9)
+    assert "context: expected 0 to 1048560 (what the model takes), got -1" in refused(capsys, "--context", -1)
+    assert "layers: expected 1 to 60" in refused(capsys, "--layers", 61)
+    assert "expected an integer of at least 1, got '0'" in refused(capsys, "--batches", 0)
+    assert "invalid choice: 'fp8'" in refused(capsys, "--activations", "fp8")
+    missing = tmp_path / "none" / "layer.json"
+    assert f"--json {missing}: expected a file in a folder that exists" in refused(capsys, "--json", missing)
+
+
+def test_without_a_cuda_build(capsys, monkeypatch):
+    monkeypatch.setattr(ffi, "_loaded", {})
+    monkeypatch.setitem(sys.modules, "musejax._cuda", None)
+    err = refused(capsys)
+    assert "expected the library musejax._cuda" in err and "MUSEJAX_CUDA=ON pip install ." in err
+
+
+def test_without_a_gpu(capsys, monkeypatch):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(ffi, "library", lambda platform: Library())
+    assert "error: bench layer: expected a GPU that JAX can use, got none" in refused(capsys)
+
+
+def test_without_a_roofline(run, monkeypatch):
+    failed = limits.Row("hbm", "hbm", "", 0, 0, 0, 0, "", "waited 2 s", "failed")
+    monkeypatch.setattr(Library, "limits", lambda self, device, groups: [vars(failed)])
+    code, out, err = run()
+    assert (code, out) == (2, "") and "expected the figure hbm.steady, got waited 2 s" in err
+
+
+# ------------------------------------------------------------------ which experts are hit
+
+
+def test_expected_distinct():
+    """Against draws: the mean of 2,000 comes within 0.3 (5 standard errors of a deviation below 3)."""
+    rng = np.random.default_rng(0)
+    for admitted, rows in ((51, 16), (256, 16), (20, 3)):
+        draws = [np.unique(np.concatenate([rng.permutation(admitted)[:8] for _ in range(rows)])).size
+                 for _ in range(2000)]
+        assert abs(cases.expected_distinct(admitted, rows, 8) - np.mean(draws)) < 0.3
+    assert cases.expected_distinct(8, 5, 8) == 8 and cases.expected_distinct(100, 1, 8) == pytest.approx(8)
+
+
+def test_admitted_experts():
+    assert cases.admitted_experts(Case(distinct=8), RELEASED) == 8
+    assert cases.admitted_experts(Case(distinct=102), RELEASED) == 256
+    for case in (Case(distinct=49), Case(distinct=24, rows=7), Case(distinct=80)):
+        admitted = cases.admitted_experts(case, RELEASED)
+        off = [abs(cases.expected_distinct(a, case.rows, 8) - case.distinct) for a in range(8, 257)]
+        assert off[admitted - 8] == min(off) < 0.5
+
+
+# ------------------------------------------------------------------ samples
+
+
+class Layers:
+    """Stand-in for `LoopedLayers`: two layers that add 1; `broken` says from which launch on a bit is wrong."""
+
+    config = RELEASED
+    dense_bytes, expert_bytes = 1000, 10
+
+    def __init__(self, broken=10**9, value=1.0):
+        self.case, self.launches, self.broken, self.value = Case(layers=2, rows=2, distinct=8), 0, broken, value
+
+    def launch(self, stream):
+        out = np.asarray(stream) + np.float32(self.value)
+        self.launches += 1
+        if self.launches > self.broken:
+            out.view(np.uint32)[1, 7] ^= 1
+        ids = np.stack([[range(8), range(8)], [range(8), range(4, 12)]]).astype(np.int32)
+        return jnp.asarray(out), jnp.asarray(ids)
+
+
+def samples(layers, batches=3):
+    run = layer.Samples(layers)
+    for n in range(batches + 1):
+        run.batch([jnp.full((2, 16), n + i, jnp.float32) for i in range(2)], counted=n > 0)
+    run.check_repeat()
+    return run
+
+
+def test_samples():
+    run = samples(Layers())
+    timing = run.timing()
+    assert len(run.times) == 3 and run.layers.launches == 2 * 4 + 1
+    assert timing.failed == "" and timing.distinct == 10  # 8 and 12
+    assert timing.histogram == ((0 + 8) / 2, (8 + 4) / 2)
+    assert (timing.weight_bytes, timing.expert_bytes) == (1000 + 10 * 10, 10 * 10)
+    assert timing.key_bytes == 2048 * 2 * 2 * 64 * 2  # keys and values, bytes, width, heads of a rank
+    assert timing.digest == samples(Layers()).timing().digest != samples(Layers(value=2.0)).timing().digest
+
+
+def test_a_flipped_bit_in_the_repeat_is_seen():
+    assert samples(Layers(broken=8)).timing().failed == (
+        "the first launch repeated: expected the same bits, got 1 of 32 others")
+
+
+def test_results_that_are_not_finite_are_seen():
+    assert "expected finite numbers" in samples(Layers(value=np.inf)).timing().failed
+
+
+def test_a_wait_that_did_not_end_is_seen(monkeypatch):
+    class Late:
+        def layer_error(self):
+            return "layers: a wait did not end within 2000 ms: rank 0, SM 7"
+
+        def reset_after_error(self):
+            return 0
+
+    monkeypatch.setattr(ffi, "_loaded", {"cuda": Late()})
+    with pytest.raises(ffi.WaitError, match="rank 0, SM 7"):
+        samples(Layers())
+
+
+# ------------------------------------------------------------------ the baseline
+
+
+def whole_layer(p: dict) -> dict:
+    """Parameters of a whole layer whose 8 slices are all this one."""
+    out = dict(p)
+    for name, w in p.items():
+        if name.endswith("_proj") or name in ("pooler", "unpooler", "post_expert_norm"):
+            out[name] = jnp.concatenate([w] * NUM_SLICES)
+        elif name == "router" or name in reference.EXPERT_LEAVES:
+            out[name] = jnp.stack([w] * NUM_SLICES)
+    return out
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4_static", "nvfp4_per_token"])
+def test_baseline_is_the_reference_layer_with_equal_slices(activations):
+    """Sliding and full layer, 5 rows after 11 positions, of which a window of 8 sees some."""
+    config = replace(MINI, nvfp4_layers=tuple(range(6)), num_local_experts=64, num_experts_per_tok=4)
+    rows, admitted, length = 5, 20, 11
+    decode = DecodeConfig(activations=activations)
+    stream = jax.random.normal(jax.random.key(3), (rows, config.hidden_size), jnp.float32)
+    for number in (2, 1):
+        p = reference.random_slice(jax.random.key(number), config, admitted)
+        p["router_bias"] += jax.random.normal(jax.random.key(5), p["router_bias"].shape) / 500  # no ties
+        slots = config.window(number) or 32
+        # Whole: k/v head i of slice i, so every slice has the same head.
+        kept = LayerCache(*(jax.random.normal(jax.random.key(7 + j), (1, slots, config.head_dim)) for j in range(2)))
+        at = Rows(length + jnp.arange(rows, dtype=jnp.int32), jnp.int32(rows))
+        got, got_kept, ids = reference.rank_layer(p, stream, number, kept, jnp.int32(length), at, admitted, config,
+                                                  decode)
+        whole = LayerCache(*(jnp.tile(x, (NUM_SLICES, 1, 1)) for x in kept))
+        want = decoder_layer(whole_layer(p), stream, number, whole, jnp.int32(length), at, config, decode)
+        assert np.array_equal(ids, want.routing.ids)
+        assert 4 < np.unique(ids).size <= admitted
+        # Both sum in an order that XLA chooses: the bound is that of a residual after a layer between implementations.
+        bound = 2**-6 * np.sqrt(np.mean(np.square(want.stream), axis=-1, keepdims=True))
+        assert (np.abs(got - want.stream) <= bound).all()
+        np.testing.assert_allclose(got_kept.keys, want.cache.keys[:1], atol=2**-6)
+        p["down_global"] = p["down_global"].at[ids[0, 0]].multiply(-1)  # one expert's sign
+        wrong, _, _ = reference.rank_layer(p, stream, number, kept, jnp.int32(length), at, admitted, config, decode)
+        assert (np.abs(wrong - want.stream) > bound).any()
+
+
+def test_baseline_reads_the_kernels_bytes():
+    """Of dense GEMMs and of an expert, so that the two rates compare."""
+    p = jax.eval_shape(lambda key: reference.random_slice(key, RELEASED, 51), jax.random.key(0))
+    layers = object.__new__(reference.ReferenceLayers)
+    layers.params, layers.config = [jax.tree.map(Sized, p)], RELEASED
+    at = layer.layout(RELEASED)
+    assert layers.dense_bytes == at["dense.bytes"]
+    assert layers.expert_bytes == at["experts.bytes"]
+
+
+class Sized:
+    """A shape that knows its bytes."""
+
+    def __init__(self, x):
+        self.ndim, self.nbytes = x.ndim, x.size * x.dtype.itemsize
+
+
+def test_the_cases_layers_are_sliding_and_full():
+    kinds = [RELEASED.window(i) is None for i in Case().numbers]
+    assert kinds == [False, False, False, True] * 2
+    assert Case(context=5000).slots(RELEASED, 5) >= 5000 + 16 and Case(context=5000).slots(RELEASED, 2) == 2048
