@@ -4,6 +4,7 @@ and the baseline against the reference layer."""
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -246,33 +247,50 @@ def whole_layer(p: dict) -> dict:
     return out
 
 
-@pytest.mark.parametrize("activations", ["bf16", "nvfp4_static", "nvfp4_per_token"])
-def test_baseline_is_the_reference_layer_with_equal_slices(activations):
-    """Sliding and full layer, 5 rows after 11 positions, of which a window of 8 sees some."""
+@pytest.mark.slow
+@pytest.mark.parametrize("activations, number", [("bf16", 2), ("bf16", 1), ("nvfp4_static", 2), ("nvfp4_per_token", 2)])
+def test_baseline_is_the_reference_layer_with_equal_slices(activations, number):
+    """Sliding (2) and full (1) layer, 5 rows after 11 positions, of which a window of 8 sees some."""
     config = replace(MINI, nvfp4_layers=tuple(range(6)), num_local_experts=64, num_experts_per_tok=4)
     rows, admitted, length = 5, 20, 11
     decode = DecodeConfig(activations=activations)
     stream = jax.random.normal(jax.random.key(3), (rows, config.hidden_size), jnp.float32)
-    for number in (2, 1):
-        p = reference.random_slice(jax.random.key(number), config, admitted)
-        p["router_bias"] += jax.random.normal(jax.random.key(5), p["router_bias"].shape) / 500  # no ties
-        slots = config.window(number) or 32
-        # Whole: k/v head i of slice i, so every slice has the same head.
-        kept = LayerCache(*(jax.random.normal(jax.random.key(7 + j), (1, slots, config.head_dim)) for j in range(2)))
-        at = Rows(length + jnp.arange(rows, dtype=jnp.int32), jnp.int32(rows))
-        got, got_kept, ids = reference.rank_layer(p, stream, number, kept, jnp.int32(length), at, admitted, config,
-                                                  decode)
-        whole = LayerCache(*(jnp.tile(x, (NUM_SLICES, 1, 1)) for x in kept))
-        want = decoder_layer(whole_layer(p), stream, number, whole, jnp.int32(length), at, config, decode)
-        assert np.array_equal(ids, want.routing.ids)
-        assert 4 < np.unique(ids).size <= admitted
-        # Both sum in an order that XLA chooses: the bound is that of a residual after a layer between implementations.
-        bound = 2**-6 * np.sqrt(np.mean(np.square(want.stream), axis=-1, keepdims=True))
-        assert (np.abs(got - want.stream) <= bound).all()
-        np.testing.assert_allclose(got_kept.keys, want.cache.keys[:1], atol=2**-6)
-        p["down_global"] = p["down_global"].at[ids[0, 0]].multiply(-1)  # one expert's sign
-        wrong, _, _ = reference.rank_layer(p, stream, number, kept, jnp.int32(length), at, admitted, config, decode)
-        assert (np.abs(wrong - want.stream) > bound).any()
+    p = reference.random_slice(jax.random.key(number), config, admitted)
+    p["router_bias"] += jax.random.normal(jax.random.key(5), p["router_bias"].shape) / 500  # no ties
+    slots = config.window(number) or 32
+    # A slice of MINI has one k/v head; the whole layer has it 8 times.
+    kept = LayerCache(*(jax.random.normal(jax.random.key(7 + j), (1, slots, config.head_dim)) for j in range(2)))
+    at = Rows(length + jnp.arange(rows, dtype=jnp.int32), jnp.int32(rows), jnp.tri(rows, dtype=bool))
+    run = jax.jit(partial(reference.rank_layer, layer=number, slots=admitted, config=config, decode=decode))
+    got, ids, flight = run(p, stream, stored=kept, length=jnp.int32(length), rows=at)
+    whole = LayerCache(*(jnp.tile(x, (NUM_SLICES, 1, 1)) for x in kept))
+    want = jax.jit(partial(decoder_layer, layer=number, config=config, decode=decode))(
+        whole_layer(p), stream, stored=whole, length=jnp.int32(length), rows=at)
+    assert np.array_equal(ids, want.routing.ids)
+    assert 4 < np.unique(ids).size <= admitted
+    # Both sum in an order that XLA chooses: the bound is that of a residual after a layer between implementations.
+    bound = 2**-6 * np.sqrt(np.mean(np.square(want.stream), axis=-1, keepdims=True))
+    assert (np.abs(got - want.stream) <= bound).all()
+    assert flight.keys.shape == (1, rows, config.head_dim)
+    assert (np.abs(flight.keys - want.cache.keys) <= 2**-6).all()  # of unit RMS a head
+    p["down_global"] = p["down_global"].at[ids[0, 0]].multiply(-1)  # one expert's sign
+    wrong, *_ = run(p, stream, stored=kept, length=jnp.int32(length), rows=at)
+    assert (np.abs(wrong - want.stream) > bound).any()
+
+
+@pytest.mark.slow
+def test_baseline_runs():
+    """Four layers of MINI, one of them full, as the benchmark runs them; a run leaves nothing behind for the next."""
+    config = replace(MINI, nvfp4_layers=tuple(range(6)), num_local_experts=64, num_experts_per_tok=4)
+    case = Case(distinct=12, rows=3, context=20, layers=4)
+    layers = reference.ReferenceLayers(case, config)
+    run = layer.Samples(layers)
+    for n in range(2):
+        run.batch([jax.random.normal(jax.random.key(n), (3, config.hidden_size))], counted=n > 0)
+    run.check_repeat()
+    timing = run.timing()
+    assert timing.failed == "" and 4 < timing.distinct <= 12
+    assert [x.keys.shape for x in layers.kept] == [(1, 8, 64)] * 3 + [(1, 52, 64)]
 
 
 def test_baseline_reads_the_kernels_bytes():

@@ -99,13 +99,15 @@ def test_nano_path_prefers_the_installed_copy(monkeypatch, tmp_path):
 
 
 LOG = """
-[1/3] Building CUDA object CMakeFiles/musejax_cuda.dir/ffi/layer/layer_kernel.cu.o
+[1/3] Building CUDA object CMakeFiles/musejax_cuda.dir/ffi/layer/instance_nano.cu.o
 ptxas info    : Function properties for _Z5layerv
     0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers
+ptxas info    : Function properties for _Z5layerv
+    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads
 [2/3] Building CUDA object CMakeFiles/musejax_cuda.dir/ffi/other.cu.o
 ptxas info    : Function properties for _Z5otherv
-    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+    8 bytes stack frame, 8888 bytes spill stores, 8 bytes spill loads
 """
 
 
@@ -113,16 +115,18 @@ ptxas info    : Function properties for _Z5otherv
     ("log", "kernel", "complaint"),
     [
         (LOG.format(stores=0), True, None),
-        (LOG.format(stores=16), True, "layer_kernel.cu: _Z5layerv: 16 bytes spill stores"),
+        (LOG.format(stores=2100), True, None),
+        (LOG.format(stores=2104), True, "instance_nano.cu: 4208 bytes of spill stores on 2 card(s), expected at most"),
         ("", True, "no ptxas report"),
         ("", False, None),
     ],
 )
 def test_spill_check(repo, tmp_path, log, kernel, complaint):
-    """The layer kernel must not spill, other kernels may, and a log that says nothing is no proof."""
+    """The layer kernel may spill so much and no more, other kernels what they like, and a log that says nothing is no
+    proof."""
     (tmp_path / "ffi" / "layer").mkdir(parents=True)
     if kernel:
-        (tmp_path / "ffi" / "layer" / "layer_kernel.cu").touch()
+        (tmp_path / "ffi" / "layer" / "instance_nano.cu").touch()
     (tmp_path / "log").write_text(log)
     done = subprocess.run(
         [sys.executable, repo / ".ci" / "check_spills.py", "log"],

@@ -92,7 +92,8 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
   using E = ExpertOf<S, kUp>;
   using P = PassOf<E::kK, kNvfp4>;
   constexpr int kWords = RecordWords(E::kWidth), kRegs = RecordRegisters(E::kWidth);
-  constexpr int kOfPass = P::kRangeK / E::kWidth, kRecords = P::kCount * kOfPass, kBatch = Min(kRecords, kWords == 1 ? 16 : 4);
+  constexpr int kOfPass = P::kRangeK / E::kWidth, kRecords = P::kCount * kOfPass;
+  constexpr int kBatch = Min(kRecords, kWords == 1 ? 8 : 4);  // records on their way at once
   static_assert(P::kRangeK % E::kWidth == 0 && kRecords % kBatch == 0, "a warp's range is made of whole records");
   const int warp = c.warp - kFirstMmaWarp, column = c.lane() / 4;
   const bool wanted = column < visit.count && warp < P::kActive;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "layer/attention_units.h"
 #include "layer/context.cuh"
 
 namespace musejax::layer {
@@ -58,8 +59,7 @@ std::vector<uint64_t> Stamps() {
 }
 
 const Workspace& WorkspaceOf(const Instance& instance, int64_t slots) {
-  const int64_t chunks = slots / kKeyChunk + 2;
-  const int64_t max_units = chunks <= 130 ? chunks : std::max<int64_t>(130, slots / kKeyGroup + 8);
+  const int64_t max_units = MaxUnits(int(slots));
   int device = 0;
   Check(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard<std::mutex> lock(mutex);

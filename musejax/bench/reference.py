@@ -2,12 +2,13 @@
 
 They are the reference layer (musejax/model) cut to one rank of 8: a slice's heads, and a slice's columns of every
 projection and of both GEMMs of every expert. Between two GEMMs what the other ranks would send is this rank's own
-slice, 8 times, as in the looped kernel, so no time goes into exchanges. The weights are those of the kernel in kind and
-size, not in value.
+slice, 8 times, as in the looped kernel, so no time goes into exchanges. The rows are nodes of a chain to verify: their
+keys and values come back beside the cache, as in the kernel. The weights are those of the kernel in kind and size, not
+in value.
 
 One thing differs from the reference layer, in the baseline's favour: that one loops over the experts hit, as often as
 only the device knows, which XLA can neither overlap nor replay as one CUDA graph. Here the experts hit are gathered
-into a fixed number of slots, as many as the selection bias admits (51 for 49 hit on average); slots that are left
+into a fixed number of slots, as many as the selection bias admits (53 for 49 hit on average); slots that are left
 repeat the last expert hit. Every row meets every expert, as in the reference layer. NVFP4 weights become bfloat16 in
 memory, unless XLA fuses that into its GEMMs; the bytes counted are those of the NVFP4 weights.
 """
@@ -116,13 +117,16 @@ def gathered_experts(h_tm, ids_tj, p: dict, slots: int, decode: DecodeConfig) ->
 
 
 def rank_layer(p: dict, stream_td, layer: int, stored: LayerCache, length, rows: Rows, slots: int,
-               config: ModelConfig, decode: DecodeConfig) -> tuple[jax.Array, LayerCache, jax.Array]:
-    """`model.layer.decoder_layer` on one rank of 8 -> (stream float32 [t, d], cache, ids int32 [t, j]).
+               config: ModelConfig, decode: DecodeConfig) -> tuple[jax.Array, jax.Array, LayerCache]:
+    """`model.layer.decoder_layer` on one rank of 8, for rows of a tree.
 
     Args:
         p: see `random_slice`.
-        stored: the slice's heads, written in place.
+        stored: the slice's heads.
         slots: experts that the selection bias admits.
+
+    Returns:
+        (stream float32 [t, d], ids int32 [t, j], keys and values of the rows).
     """
     policy, eps, t, c = decode.policy, config.rms_norm_eps, stream_td.shape[0], config.head_dim
     x = centred_norm(stream_td, p["input_norm"], eps, policy)
@@ -131,7 +135,7 @@ def rank_layer(p: dict, stream_td, layer: int, stored: LayerCache, length, rows:
     q, k = (policy.round("qk_norm", rms(a, eps)) for a in (q, k))
     if theta := config.layer_rope_theta[layer]:
         q, k = (rotate(a, angles(rows.positions, c, theta), policy) for a in (q, k))
-    keys, values, mask, stored = seen_by(rows, k.swapaxes(0, 1), v.swapaxes(0, 1), stored, length,
+    keys, values, mask, flight = seen_by(rows, k.swapaxes(0, 1), v.swapaxes(0, 1), stored, length,
                                          config.window(layer))
     o = policy.round("attention", attend(q, keys, values, mask, config, policy))
     o = policy.round("gated_output", rms(o, eps) * jax.nn.sigmoid(gate)).reshape(t, -1)
@@ -146,7 +150,7 @@ def rank_layer(p: dict, stream_td, layer: int, stored: LayerCache, length, rows:
     m = looped(combine(y, routing, p["post_expert_norm"], config, decode))
     f = looped(policy.round("unpooler", project(m, p["unpooler"], policy)))
     f = input_scaled(f, p["post_ffn_norm"], config.post_norm_eps, policy)
-    return gated_residual(stream, f, p["ffn_residual_gate"], config, policy), stored, routing.ids
+    return gated_residual(stream, f, p["ffn_residual_gate"], config, policy), routing.ids, flight
 
 
 class ReferenceLayers:
@@ -163,7 +167,7 @@ class ReferenceLayers:
         shapes = [(heads, case.slots(config, i), config.head_dim) for i in self.numbers]
         self.kept = [LayerCache(*(random_bf16(jax.random.fold_in(keys[0], 2 * n + j), shape) for j in range(2)))
                      for n, shape in enumerate(shapes)]
-        self.call = jax.jit(self._launch, donate_argnums=(1,))
+        self.call = jax.jit(self._launch)
 
     @property
     def expert_bytes(self) -> int:
@@ -178,16 +182,17 @@ class ReferenceLayers:
 
     def _launch(self, stream, kept, params):
         case = self.case
-        rows = Rows(case.context + jnp.arange(case.rows, dtype=jnp.int32), jnp.int32(case.rows))
-        ids, out = [], []
+        at = jnp.arange(case.rows, dtype=jnp.int32)
+        rows = Rows(case.context + at, jnp.int32(case.rows), at[:, None] >= at)
+        out = []
         for i, p, stored in zip(self.numbers, params, kept, strict=True):
-            stream, stored, chosen = rank_layer(p, stream, i, stored, jnp.int32(case.context), rows, self.slots,
-                                                self.config, self.decode)
-            ids.append(chosen)
-            out.append(stored)
-        return stream, jnp.stack(ids), out
+            stream, *rest = rank_layer(p, stream, i, stored, jnp.int32(case.context), rows, self.slots, self.config,
+                                       self.decode)
+            out.append(rest)
+        ids, flight = zip(*out, strict=True)
+        return stream, jnp.stack(ids), flight
 
     def launch(self, stream):
-        """One run -> (stream, ids [layers, rows, k]); the caches are kept."""
-        stream, ids, self.kept = self.call(stream, self.kept, self.params)
+        """One run -> (stream, ids [layers, rows, k])."""
+        stream, ids, _ = self.call(stream, self.kept, self.params)
         return stream, ids
