@@ -276,8 +276,9 @@ def _add_bench(commands) -> None:
     p.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
                    help="what NVFP4 experts multiply their weights with (default bf16)")
     p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 launches each (default 9)")
-    p.add_argument("--baseline", action=argparse.BooleanOptionalAction, default=True,
-                   help="also time the layers in plain JAX as XLA compiles them, batch by batch in between (default)")
+    p.add_argument("--baseline", action="store_true",
+                   help="also time the layers in plain JAX as XLA compiles them, batch by batch in between; compiling "
+                        "them takes minutes")
     p.add_argument("--json", metavar="FILE", help="also write the result to a file")
 
 

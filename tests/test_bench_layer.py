@@ -63,7 +63,7 @@ def refused(capsys, *argv):
 
 
 def test_line(run):
-    code, out, err = run()
+    code, out, err = run("--baseline")
     assert (code, err, out.count("\n")) == (0, "", 1)
     kernel, baseline = out.split("; the same rank in plain JAX by XLA, ")
     assert kernel == (
@@ -78,7 +78,7 @@ def test_line(run):
 
 def test_every_combination_in_turn(run):
     code, out, _ = run("--rows", 16, 8, "--distinct", 8, 49, "--context", 0, 1024, "--layers", 2, "--activations",
-                       "nvfp4_per_token", "--batches", 3, "--no-baseline")
+                       "nvfp4_per_token", "--batches", 3)
     assert code == 0 and out.count("\n") == 8
     assert [(c.rows, c.context, c.distinct) for c, _, _ in run.measured] == [
         (r, x, d) for r in (16, 8) for x in (0, 1024) for d in (8, 49)]

@@ -2,8 +2,8 @@
 // And musejax_layers_looped, for measurements: one rank of several on one device, what the other ranks would send being
 // its own slices; `dense`, `experts`, q, gate and keys are those of the rank.
 //
-// What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is reported
-// by the next call, and by layer_error() of the module.
+// What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is
+// reported by the next call, and by layer_error() of the module.
 #include "bindings/cuda.h"
 #include "bindings/model.h"
 #include "layer/context.cuh"
@@ -81,7 +81,8 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   float* taps = io.Out<float>("taps", {tapped, count, s.hidden});
   int64_t slots = 0;
   for (int64_t i = 0; i < n && io.ok(); ++i) {
-    io.Require(lists.theta[i] >= -1 && lists.theta[i] < thetas, "theta", "an index into cos_sin, or -1", lists.theta[i]);
+    io.Require(lists.theta[i] >= -1 && lists.theta[i] < thetas, "theta", "an index into cos_sin, or -1",
+               lists.theta[i]);
     layer::LayerArrays& layer = pass.layers[i] = TakeLayer(io, m, slices, size_t(i), lists);
     layer.cos_sin = lists.theta[i] < 0 ? nullptr : cos_sin + lists.theta[i] * count * s.head_dim;
     if (lists.tap[i]) layer.tap = taps, taps += count * s.hidden;

@@ -51,13 +51,13 @@ __device__ __forceinline__ int Stored(const Context<S>& c) {
 }
 template <typename S>
 __device__ __forceinline__ History HistoryOf(const Context<S>& c) {
-  return HistoryOf(c.length, Stored(c), c.arrays().window, c.pass.max_units);
+  return HistoryOf(c.length, Stored(c), c.arrays().window, c.pass().max_units);
 }
 
 // In lane r, the path of row r from its root: bit a is set if row a is on it, so the node at depth d is the d-th bit.
 template <typename S>
 __device__ __forceinline__ uint32_t PathOfLane(const Context<S>& c) {
-  int ancestor = c.lane() < c.pass.rows ? c.pass.parents[c.lane()] : -1;
+  int ancestor = c.lane() < c.pass().rows ? c.pass().parents[c.lane()] : -1;
   if (ancestor >= c.lane()) ancestor = -1;
   uint32_t path = 1u << c.lane();
 #pragma unroll
@@ -93,8 +93,8 @@ struct BlockSums {
   }
 };
 
-// The exponential is the GPU's own, a tenth of the instructions of math.h's: it is rounded to bf16 at once, and bits are
-// promised within a platform only.
+// The exponential is the GPU's own, a tenth of the instructions of math.h's: it is rounded to bf16 at once, and bits
+// are promised within a platform only.
 inline constexpr float kLog2E = 1.44269504f;
 
 // Adds exp(score) values and exp(score) of one block. q: rows g, g + 8; k, v: keys g, g + 8, values of keys that no row
@@ -208,7 +208,7 @@ __device__ void AttendUnit(Context<S>& c, Consumer& ring, const History& history
                            const int (&first)[2]) {
   const Blocks blocks = history.BlocksOf(unit);
   const int g = c.lane() / 4, t = c.lane() % 4, first_key = FirstSeen(c.length, c.arrays().window);
-  const float scale = c.pass.model.attention_scale;
+  const float scale = c.pass().model.attention_scale;
   Word w[6];
   const Word* record = RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + g) + t * 3;
   Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
@@ -221,7 +221,7 @@ __device__ void AttendUnit(Context<S>& c, Consumer& ring, const History& history
     const uint8_t* stage = ring.Wait(c.waiter);
     __syncwarp();  // lanes leave the wait one by one
     AttendStage(stage, part, q, scale, first, first_key, chunk);
-    ring.Release(c.waiter);
+    ring.Release();
     if (part.end % kChunkBlocks == 0 || part.end == blocks.end) total.Add(chunk), chunk = BlockSums();
   });
   PublishSums<0>(UnitSums(c, unit, head, g), total, c.epoch);
@@ -240,7 +240,7 @@ __device__ __forceinline__ void AttendHistory(Context<S>& c, Consumer& ring) {
     if (mine < S::kGroup)
       AttendUnit(c, ring, history, unit, key_head * S::kGroup + mine, first);
     else
-      ForStages(history.BlocksOf(unit), [&](Blocks) { ring.Wait(c.waiter), ring.Release(c.waiter); });
+      ForStages(history.BlocksOf(unit), [&](Blocks) { ring.Wait(c.waiter), ring.Release(); });
   });
 }
 
@@ -266,7 +266,7 @@ __device__ __forceinline__ TailKey FindTailKey(const Context<S>& c, int key_head
     key.offset = (int64_t(key_head) * arrays.slots + p % arrays.slots) * kHeadColumns;
   } else if (p < c.length) {
     key.place = TailKey::kFlight;
-    key.offset = (key_head * kRows + (c.pass.path[p - stored] & (kRows - 1))) * kHeadColumns;
+    key.offset = (key_head * kRows + (c.pass().path[p - stored] & (kRows - 1))) * kHeadColumns;
   } else {
     key.place = TailKey::kPass;
     key.row = NodeAt(path, p - c.length);
@@ -308,7 +308,8 @@ __device__ void AttendTailBlock(Context<S>& c, int key_head, int row, uint32_t p
   const int last = PositionOf(c, path), first = FirstSeen(last, arrays.window);
   BlockSums sums;
   AttendBlock(
-      q, k, v, c.pass.model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; }, sums);
+      q, k, v, c.pass().model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; },
+      sums);
   if (g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
 }
 
@@ -374,7 +375,7 @@ __device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& histo
       reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32 + c.lane();
   const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row);
   const Two x = WeightedMean(sums.total);
-  const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass.model.rms_eps);
+  const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
   const Two gate = Unpack(__float_as_uint(ReceiveFloat<Scope::kGpu>(c.waiter, c.epoch, gate_at)));
   __syncwarp();
   return PackBf16(x.a * scale * SigmoidOf(gate.a), x.b * scale * SigmoidOf(gate.b));
@@ -413,7 +414,7 @@ __device__ void StoreHead(Context<S>& c, const Word* records, uint16_t* cache, u
     const int i = (c.lane() + 32 * j) / kPieces;
     if (i < c.accepted)
       kept[j] =
-          reinterpret_cast<const uint4*>(flight + (c.pass.path[i] & (kRows - 1)) * kHeadColumns)[c.lane() % kPieces];
+          reinterpret_cast<const uint4*>(flight + (c.pass().path[i] & (kRows - 1)) * kHeadColumns)[c.lane() % kPieces];
   }
   Word w[kWords];
   Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int j) { return records + c.lane() + 32 * j; }, w);
@@ -434,8 +435,8 @@ __device__ void StoreHead(Context<S>& c, const Word* records, uint16_t* cache, u
   }
 }
 
-// When nobody reads the layer's cache and flight any more. By warp 3 alone, which has nothing else to do while the experts
-// are combined.
+// When nobody reads the layer's cache and flight any more. By warp 3 alone, which has nothing else to do while the
+// experts are combined.
 template <typename S>
 __device__ __noinline__ void StoreKeys(Context<S>& c) {
   InShared(c);
@@ -465,11 +466,11 @@ __device__ __noinline__ void PublishHeads(Context<S>& c) {
       PublishPermuted<Scope::kGpu>(RecordAt<kHeadColumns>(c.Frame(frame), record), x, c.epoch);
     };
     if (key_head < 0) {
-      const bool there = row < c.pass.rows;
-      const int64_t from = int64_t(head) * c.pass.rows + row;
-      publish(Frames<S>::q, i, there ? columns(c.pass.q, from) : 0);
+      const bool there = row < c.pass().rows;
+      const int64_t from = int64_t(head) * c.pass().rows + row;
+      publish(Frames<S>::q, i, there ? columns(c.pass().q, from) : 0);
       uint64_t* gate = reinterpret_cast<uint64_t*>(c.Frame(Frames<S>::gate)) + i * 32 + c.lane();
-      PublishFloat<Scope::kGpu>(gate, __uint_as_float(there ? columns(c.pass.gate, from) : 0), c.epoch);
+      PublishFloat<Scope::kGpu>(gate, __uint_as_float(there ? columns(c.pass().gate, from) : 0), c.epoch);
     } else {
       const int record = key_head * kRows + row;
       publish(Frames<S>::k, record, row < c.valid ? columns(arrays.flight_keys, record) : 0);

@@ -26,11 +26,10 @@ __device__ __forceinline__ void ReceiveSlots(Context<S>& c, const CombineTask<S>
   constexpr int kWidth = S::kMoeBlock, kTiles = kWidth / 16;
   const int block = task.slice * CombineTask<S>::kBlocks + task.block;
   const float* gamma = c.arrays().small + SmallOf(c).post_expert_norm;
-  const Two gain = Centred(Columns<kWidth>(gamma, c.pass.rank * S::kMoeBlocksHere + block, c.lane()));
+  const Two gain = Centred(Columns<kWidth>(gamma, c.pass().rank * S::kMoeBlocksHere + block, c.lane()));
   // Of 16 columns, lanes 0 to 3 want the even registers of words 0 to 3, lanes 4 to 7 the odd ones.
   const int tile = block * kTiles + c.lane() / 8 % kTiles;
-  const Word* first =
-      RecordAt<16>(c.Frame(Frames<S>::y), tile * S::kPairs + task.row * S::kTopK) + c.lane() % 4;
+  const Word* first = RecordAt<16>(c.Frame(Frames<S>::y), tile * S::kPairs + task.row * S::kTopK) + c.lane() % 4;
   Word w[S::kTopK];
   Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int slot) { return first + slot * 4; }, w);
 #pragma unroll
@@ -80,19 +79,19 @@ __device__ __forceinline__ void SlotRstds(Context<S>& c, int row, float (&rstd)[
     for (int i = 0; i < kEach; ++i) slice = slice + leaf[four * kEach + i];
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, c.lane() / 8 * 8 + s);
-    const float mine = Rstd(total, S::kMoe, c.pass.model.post_eps);
+    const float mine = Rstd(total, S::kMoe, c.pass().model.post_eps);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (four * 4 + i < S::kTopK) rstd[four * 4 + i] = __shfl_sync(kAllLanes, mine, 8 * i);
   }
 }
 
-// The weighted sum of normed slots n: flat, or owner group by owner group, each rounded. Groups without a slot would add
-// +0 to a sum that is never -0, so only the others are visited, ascending.
+// The weighted sum of normed slots n: flat, or owner group by owner group, each rounded. Groups without a slot would
+// add +0 to a sum that is never -0, so only the others are visited, ascending.
 template <typename S>
 __device__ __forceinline__ Two WeightedSum(const Context<S>& c, const RouteShared& route, int row,
                                            const Two (&n)[S::kTopK]) {
-  const int groups = int(c.pass.model.combine_groups), size = S::kExperts / (groups ? groups : 1);
+  const int groups = int(c.pass().model.combine_groups), size = S::kExperts / (groups ? groups : 1);
   const int owner = route.ids[row][c.lane() % S::kTopK] / size;
   int group[S::kTopK];
 #pragma unroll
@@ -121,7 +120,7 @@ __device__ __forceinline__ Two WeightedSum(const Context<S>& c, const RouteShare
 // One block of m, to all ranks.
 template <typename S>
 __device__ __noinline__ void FinishCombine(Context<S>& c, const RouteShared& route, const CombineTask<S>& task,
-                              const uint32_t (&z)[S::kTopK]) {
+                                           const uint32_t (&z)[S::kTopK]) {
   InShared(c);
   InShared(route);
   constexpr int kWidth = S::kMoeBlock;

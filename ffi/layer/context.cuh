@@ -38,12 +38,12 @@ struct Pass {
   bool first, last;  // as cpu/layer.h
   int rows;          // of the arrays below, 1 to 16
   const int32_t *parents, *state, *path;
-  float* stream;        // [rows][hidden], in and out
-  uint16_t *q, *gate;   // [heads here][rows][c]
-  int32_t* ids;         // [layers][rows][k]
+  float* stream;       // [rows][hidden], in and out
+  uint16_t *q, *gate;  // [heads here][rows][c]
+  int32_t* ids;        // [layers][rows][k]
   // workspace
-  uint8_t* frames;      // of this rank
-  uint32_t* epochs;     // [blocks]
+  uint8_t* frames;   // of this rank
+  uint32_t* epochs;  // [blocks]
   uint32_t* abort;
   const uint32_t* budget;  // of a wait, in 1,024 ns; in device memory, for a graph keeps its launches' parameters
   ErrorBlock* error;
@@ -52,6 +52,9 @@ struct Pass {
   uint64_t* stamps;  // [blocks][warps][layers][kStamps], of a build with MUSEJAX_LAYER_STAMPS; null: none wanted
 };
 
+inline constexpr int kPassBytes = 512;  // that it takes in shared memory
+static_assert(sizeof(Pass) <= kPassBytes && sizeof(Pass) % 8 == 0, "see kPassBytes");
+
 struct PassParams : Pass {
   LayerArrays layers[kMaxLayers];
 };
@@ -59,43 +62,51 @@ struct PassParams : Pass {
 // Byte offsets of the frames of one parity.
 template <typename S>
 struct Frames {
-  static __host__ __device__ constexpr int64_t Record(int64_t rows, int width) { return rows * 4 * RecordWords(width) * 16; }
-  static __host__ __device__ constexpr int64_t Partial(int64_t columns, int64_t k) { return columns / 16 * (k / Chunk(k)) * kRows * 6 * 16; }
+  static __host__ __device__ constexpr int64_t Record(int64_t rows, int width) {
+    return rows * 4 * RecordWords(width) * 16;
+  }
+  static __host__ __device__ constexpr int64_t Partial(int64_t columns, int64_t k) {
+    return columns / 16 * (k / Chunk(k)) * kRows * 6 * 16;
+  }
   // Rows and their sums of squares that all ranks see
-  static constexpr int64_t o = 0;                                                           // [heads][row] of 64
-  static constexpr int64_t a = o + Record(S::kHeads * kRows, 64);                           // [hidden blocks][row]
-  static constexpr int64_t f = a + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);       // [hidden blocks][row]
-  static constexpr int64_t p = f + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);       // [moe blocks][row]
-  static constexpr int64_t m = p + Record(S::kMoeBlocks * kRows, S::kMoeBlock);             // [moe blocks][row]
-  static constexpr int64_t c = m + Record(S::kMoeBlocks * kRows, S::kMoeBlock);             // [inner tiles][pair] of 16
-  static constexpr int64_t sums_a = c + Record(int64_t(S::kInnerTiles) * S::kPairs, 16);    // f32 [row][hidden blocks]
-  static constexpr int64_t sums_f = sums_a + 8 * kRows * S::kHiddenBlocks;                  // f32 [row][hidden blocks]
-  static constexpr int64_t sums_p = sums_f + 8 * kRows * S::kHiddenBlocks;                  // f32 [row][moe blocks]
-  static constexpr int64_t sums_y = sums_p + 8 * kRows * S::kMoeBlocks;                     // f32 [pair][moe blocks]
-  static constexpr int64_t scores = sums_y + 8 * int64_t(S::kPairs) * S::kMoeBlocks;        // f32 [row][experts]
+  static constexpr int64_t o = 0;                                                         // [heads][row] of 64
+  static constexpr int64_t a = o + Record(S::kHeads * kRows, 64);                         // [hidden blocks][row]
+  static constexpr int64_t f = a + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);     // [hidden blocks][row]
+  static constexpr int64_t p = f + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);     // [moe blocks][row]
+  static constexpr int64_t m = p + Record(S::kMoeBlocks * kRows, S::kMoeBlock);           // [moe blocks][row]
+  static constexpr int64_t c = m + Record(S::kMoeBlocks * kRows, S::kMoeBlock);           // [inner tiles][pair] of 16
+  static constexpr int64_t sums_a = c + Record(int64_t(S::kInnerTiles) * S::kPairs, 16);  // f32 [row][hidden blocks]
+  static constexpr int64_t sums_f = sums_a + 8 * kRows * S::kHiddenBlocks;                // f32 [row][hidden blocks]
+  static constexpr int64_t sums_p = sums_f + 8 * kRows * S::kHiddenBlocks;                // f32 [row][moe blocks]
+  static constexpr int64_t sums_y = sums_p + 8 * kRows * S::kMoeBlocks;                   // f32 [pair][moe blocks]
+  static constexpr int64_t scores = sums_y + 8 * int64_t(S::kPairs) * S::kMoeBlocks;      // f32 [row][experts]
   // This rank's own
-  static constexpr int64_t x = scores + 8 * kRows * S::kExperts;                            // [hidden blocks][row]
-  static constexpr int64_t z = x + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);       // [hidden blocks][row]
-  static constexpr int64_t h = z + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);       // [moe blocks][row]
-  static constexpr int64_t y = h + Record(S::kMoeBlocks * kRows, S::kMoeBlock);             // [moe tiles here][pair] of 16
-  static constexpr int64_t q = y + Record(int64_t(S::kMoeTilesHere) * S::kPairs, 16);       // [heads here][row] of 64
-  static constexpr int64_t k = q + Record(S::kHeadsHere * kRows, 64);                       // [kv here][row] of 64
-  static constexpr int64_t v = k + Record(S::kKvHere * kRows, 64);                          // [kv here][row] of 64
-  static constexpr int64_t gate = v + Record(S::kKvHere * kRows, 64);                       // 8 B [heads here][row][32]
-  static constexpr int64_t sums_x = gate + 8 * S::kHeadsHere * kRows * 32;                  // f32 [row][hidden blocks]
-  static constexpr int64_t sums_z = sums_x + 8 * kRows * S::kHiddenBlocks;                  // f32 [row][hidden blocks]
-  static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;                 // 8 B [1024 SMs]
+  static constexpr int64_t x = scores + 8 * kRows * S::kExperts;                       // [hidden blocks][row]
+  static constexpr int64_t z = x + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);  // [hidden blocks][row]
+  static constexpr int64_t h = z + Record(S::kHiddenBlocks * kRows, S::kHiddenBlock);  // [moe blocks][row]
+  static constexpr int64_t y = h + Record(S::kMoeBlocks * kRows, S::kMoeBlock);        // [moe tiles here][pair] of 16
+  static constexpr int64_t q = y + Record(int64_t(S::kMoeTilesHere) * S::kPairs, 16);  // [heads here][row] of 64
+  static constexpr int64_t k = q + Record(S::kHeadsHere * kRows, 64);                  // [kv here][row] of 64
+  static constexpr int64_t v = k + Record(S::kKvHere * kRows, 64);                     // [kv here][row] of 64
+  static constexpr int64_t gate = v + Record(S::kKvHere * kRows, 64);                  // 8 B [heads here][row][32]
+  static constexpr int64_t sums_x = gate + 8 * S::kHeadsHere * kRows * 32;             // f32 [row][hidden blocks]
+  static constexpr int64_t sums_z = sums_x + 8 * kRows * S::kHiddenBlocks;             // f32 [row][hidden blocks]
+  static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;            // 8 B [1024 SMs]
   // Partial sums of dense GEMMs: [16-column tile here][chunk][row][half][3 words]
   static constexpr int64_t part_qkvg = credits + 8 * 1024;
   static constexpr int64_t part_out = part_qkvg + Partial(S::kShape.qkvg_rows() * S::kSlicesHere, S::kHidden);
   static constexpr int64_t part_pool = part_out + Partial(S::kHidden / S::kRanks, S::kQWidth);
   static constexpr int64_t part_router = part_pool + Partial(S::kMoe / S::kRanks, S::kHidden);
-  static constexpr int64_t part_unpool = part_router + Partial(Padded(S::kExperts / kSlices, 16) * S::kSlicesHere, S::kHidden);
+  static constexpr int64_t part_unpool =
+      part_router + Partial(Padded(S::kExperts / kSlices, 16) * S::kSlicesHere, S::kHidden);
   // Attention: blocks near the end of each row, then units of history (their number depends on the context)
-  static constexpr int64_t tail = part_unpool + Partial(S::kHidden / S::kRanks, S::kMoe);   // [heads here][row][3][t][6]
-  static constexpr int64_t units = tail + int64_t(S::kHeadsHere) * kRows * 3 * 4 * 6 * 16;  // [unit][heads here][row][t][6]
+  static constexpr int64_t tail = part_unpool + Partial(S::kHidden / S::kRanks, S::kMoe);  // [heads here][row][3][t][6]
+  static constexpr int64_t units =
+      tail + int64_t(S::kHeadsHere) * kRows * 3 * 4 * 6 * 16;  // [unit][heads here][row][t][6]
   static constexpr int64_t unit_bytes = int64_t(S::kHeadsHere) * kRows * 4 * 6 * 16;
-  static __host__ __device__ constexpr int64_t Bytes(int max_units) { return Padded(units + unit_bytes * max_units, kAlign); }
+  static __host__ __device__ constexpr int64_t Bytes(int max_units) {
+    return Padded(units + unit_bytes * max_units, kAlign);
+  }
 };
 
 // Tells the compiler, in a function that is not inlined, that an argument lies in shared memory.
@@ -108,22 +119,23 @@ __device__ __forceinline__ void InShared(const T& x) {
 template <typename S>
 struct Context {
   using F = Frames<S>;
-  Pass pass;
   const LayerArrays* layers;  // of the launch's parameters
   Waiter waiter;
-  LayerArrays at_hand;        // of the layer at hand
-  int warp, block, blocks;    // this SM, and how many there are
+  LayerArrays at_hand;          // of the layer at hand
+  int warp, block, blocks;      // this SM, and how many there are
   int valid, length, accepted;  // of the pass: rows that count, positions before it, rows of the last pass to store
-  int layer;                  // index in `layers`
-  uint32_t epoch;             // tag of the layer at hand
-  bool moved;                 // its accepted rows are in the cache already, and its new rows in flight
+  int layer;                    // index in `layers`
+  uint32_t epoch;               // tag of the layer at hand
+  bool moved;                   // its accepted rows are in the cache already, and its new rows in flight
 
+  // The block's copy, first in shared memory.
+  __device__ __forceinline__ const Pass& pass() const { return *reinterpret_cast<const Pass*>(ptx::DynamicShared()); }
   __device__ __forceinline__ int lane() const { return int(threadIdx.x % 32); }
   __device__ __forceinline__ const LayerArrays& arrays() const { return at_hand; }
   __device__ __forceinline__ uint8_t* FrameOf(uint8_t* frames, int64_t offset) const {
-    return frames + (epoch & 1 ? F::Bytes(pass.max_units) : 0) + offset;
+    return frames + (epoch & 1 ? F::Bytes(pass().max_units) : 0) + offset;
   }
-  __device__ __forceinline__ uint8_t* Frame(int64_t offset) const { return FrameOf(pass.frames, offset); }
+  __device__ __forceinline__ uint8_t* Frame(int64_t offset) const { return FrameOf(pass().frames, offset); }
 
   // By the whole warp.
   __device__ void GoTo(int to_layer, uint32_t to_epoch, bool are_moved) {
@@ -147,8 +159,8 @@ inline constexpr int kStamps = 32;
 template <typename S>
 __device__ __forceinline__ void Stamp(const Context<S>& c, int at) {
 #if defined(MUSEJAX_LAYER_STAMPS)
-  if (c.lane() != 0 || !c.pass.stamps) return;
-  c.pass.stamps[((int64_t(c.block) * kWarps + c.warp) * kMaxLayers + c.layer) * kStamps + at] = ptx::GlobalTimer();
+  if (c.lane() != 0 || !c.pass().stamps) return;
+  c.pass().stamps[((int64_t(c.block) * kWarps + c.warp) * kMaxLayers + c.layer) * kStamps + at] = ptx::GlobalTimer();
 #endif
 }
 
@@ -157,8 +169,8 @@ template <typename S, typename Put>
 __device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, const Put& put) {
 #pragma unroll 1
 #pragma unroll 1
-  for (int r = 0; r < c.pass.exchange.count; ++r)
-    put(c.pass.exchange.frames[r], c.pass.exchange.first_slice[r] + slice_here);
+  for (int r = 0; r < c.pass().exchange.count; ++r)
+    put(c.pass().exchange.frames[r], c.pass().exchange.first_slice[r] + slice_here);
 }
 
 // Where the small arrays of the layer at hand lie.

@@ -1,9 +1,9 @@
 // Dense GEMMs of a layer: attention output, pooler and router, unpooler, and QKV with the gate.
 //
-// A unit is 16 output columns (a row tile of the weight) times one chunk of K, for all 16 rows; units are numbered chunk
-// by chunk and shared among SMs in contiguous parts, so that an SM reads few activations. An MMA warp takes one of the
-// 8 ranges of the chunk; an adding warp adds the ranges ascending and publishes the chunk's sum; a row task adds the
-// chunks ascending. So an element has the bits of one sum over K in a fixed order, whoever ran which unit.
+// A unit is 16 output columns (a row tile of the weight) times one chunk of K, for all 16 rows; units are numbered
+// chunk by chunk and shared among SMs in contiguous parts, so that an SM reads few activations. An MMA warp takes one
+// of the 8 ranges of the chunk; an adding warp adds the ranges ascending and publishes the chunk's sum; a row task adds
+// the chunks ascending. So an element has the bits of one sum over K in a fixed order, whoever ran which unit.
 //
 // The GEMMs share their code, since an SM caches few instructions: what differs is data (DenseJob).
 #pragma once
@@ -84,16 +84,17 @@ __device__ __forceinline__ auto OfDense(Dense which, const Pick& pick) {
 template <typename S>
 __device__ __forceinline__ DenseJob JobOf(const Context<S>& c, Dense which) {
   const int units = OfDense<S>(which, [](auto d) { return decltype(d)::kUnits; });
-  return {units * c.block / c.blocks,
-          units * (c.block + 1) / c.blocks,
-          S::kSlicesHere,
-          OfDense<S>(which, [](auto d) { return decltype(d)::kTiles; }),
-          OfDense<S>(which, [](auto d) { return decltype(d)::kChunks; }),
-          c.arrays().dense + OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kSection); }),
-          DenseLayout(S::kShape).bytes,
-          reinterpret_cast<const Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kInput); }))),
-          reinterpret_cast<Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kPartial); }))),
-          c.epoch};
+  return {
+      units * c.block / c.blocks,
+      units * (c.block + 1) / c.blocks,
+      S::kSlicesHere,
+      OfDense<S>(which, [](auto d) { return decltype(d)::kTiles; }),
+      OfDense<S>(which, [](auto d) { return decltype(d)::kChunks; }),
+      c.arrays().dense + OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kSection); }),
+      DenseLayout(S::kShape).bytes,
+      reinterpret_cast<const Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kInput); }))),
+      reinterpret_cast<Word*>(c.Frame(OfDense<S>(which, [](auto d) { return int64_t(decltype(d)::kPartial); }))),
+      c.epoch};
 }
 
 // ---- warp 0 ----
@@ -234,7 +235,7 @@ __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consum
       } else {
         const uint8_t* stage = consumer.Wait(waiter);
         MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d);
-        consumer.Release(waiter);
+        consumer.Release();
       }
       StoreSums(consumer.Enter(waiter), d, lane);
       consumer.Leave();
@@ -253,7 +254,7 @@ __device__ __forceinline__ void DenseSums(const Context<S>& c, Consumer& consume
 #pragma unroll 1
   for (int u = job.begin; u < job.end; ++u, consumer.NextUnit()) {
     if (!consumer.Mine()) continue;
-    const float(*ranges)[kPartialFloats] = consumer.Take(waiter);
+    const float (*ranges)[kPartialFloats] = consumer.Take(waiter);
     float sum[8] = {};
 #pragma unroll
     for (int r = 0; r < kRanges; ++r) {
@@ -324,8 +325,8 @@ template <typename S, Dense kWhich, int kWidth>
 __device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int tile, int row) {
   using D = DenseOf<S, kWhich>;
   static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
-  const Word* first = reinterpret_cast<const Word*>(c.Frame(D::kPartial)) +
-                      ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * 6;
+  const Word* first =
+      reinterpret_cast<const Word*>(c.Frame(D::kPartial)) + ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * 6;
   return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
 }
 

@@ -139,8 +139,7 @@ __device__ __forceinline__ void Rotate(uint32_t (&b)[kRegisters]) {
 // Per-token activations: b to its grid values; the decode scale of the lane's column. The largest magnitude of a pair
 // is exchanged among the MMA warps; its buffer is free again after the next visit's barrier.
 template <int kRegisters>
-__device__ float QuantizePairs(float (&maxima)[kMmaWarps][kVisitPairs], int warp, int lane,
-                               uint32_t (&b)[kRegisters]) {
+__device__ float QuantizePairs(float (&maxima)[kMmaWarps][kVisitPairs], int warp, int lane, uint32_t (&b)[kRegisters]) {
   constexpr int kStep = 4;  // registers: two blocks of 16 columns
   uint32_t both = 0;        // magnitudes of bf16 are ordered like integers, NaN last
 #pragma unroll
@@ -185,7 +184,7 @@ __device__ __forceinline__ uint32_t LaterScalesOf(uint32_t w) { return ScalesOf(
 // One range of a row tile: d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2.
 template <int kK>
 __device__ __forceinline__ void MultiplyNvfp4Tile(const uint8_t* stage, int range, int lane,
-                                              const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4]) {
+                                                  const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4]) {
   constexpr int kTiles = PassOf<kK, true>::kRangeK / 64;
   const uint8_t* codes = stage + range * kTiles * 512 + lane * 16;
   const uint8_t* scales = stage + kK / 64 * 512 + range * kTiles * 64 + lane / 4 * 8;
@@ -247,7 +246,7 @@ __device__ __forceinline__ void MultiplyUnit(Waiter waiter, Consumer& consumer, 
         else
           MultiplyBf16Tile<kK>(stage, warp, lane, b, d);
       }
-      consumer.Release(waiter);
+      consumer.Release();
       if (tile == 0) partial = consumer.Enter(waiter);
       StoreTile(partial, tile, lane, d);
     }
@@ -317,7 +316,7 @@ __device__ __forceinline__ TileSums AddPasses(Waiter waiter, Consumer& consumer,
   TileSums sums = {};
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
-    const float(*ranges)[kPartialFloats] = consumer.Take(waiter);
+    const float (*ranges)[kPartialFloats] = consumer.Take(waiter);
     float chunk[2][4] = {};
 #pragma unroll
     for (int range = 0; range < kMmaWarps; ++range)
@@ -344,8 +343,7 @@ __device__ __forceinline__ void FinishUp(const Context<S>& c, const Visit& visit
   constexpr int kBlocks = S::kInnerTiles / int(kSlices);  // of a slice
   float x[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    x[i] = Silu(sums.tile[i / 2][i % 2] * of_gate) * (sums.tile[i / 2][i % 2 + 2] * of_up);
+  for (int i = 0; i < 4; ++i) x[i] = Silu(sums.tile[i / 2][i % 2] * of_gate) * (sums.tile[i / 2][i % 2 + 2] * of_up);
   if (encode != 0.0f) QuantizeBlock(x, encode);
   const int column = c.lane() / 4;
   if (column >= visit.count) return;
@@ -400,8 +398,8 @@ __device__ __forceinline__ void ExpertSums(Context<S>& c, RouteShared& route, Co
     if (nvfp4 && up) global[0] = __ldg(small + at.gate_up_global + 2 * visit.expert);
     if (nvfp4 && up) global[1] = __ldg(small + at.gate_up_global + 2 * visit.expert + 1);
     if (nvfp4 && !up) global[0] = __ldg(small + at.down_global + visit.expert);
-    const TileSums sums = AddPasses(waiter, consumer, nvfp4 ? Nvfp4::kCount : Bf16::kCount,
-                                    nvfp4 ? Nvfp4::kActive : Bf16::kActive, lane);
+    const TileSums sums =
+        AddPasses(waiter, consumer, nvfp4 ? Nvfp4::kCount : Bf16::kCount, nvfp4 ? Nvfp4::kActive : Bf16::kActive, lane);
     const float d = per_token ? sums.decode : decode, power = nvfp4 ? kNvfp4Power : 1.0f;
     if (up)
       FinishUp(c, visit, unit, sums, d * global[0] * power, d * global[1] * power, encode);

@@ -30,13 +30,13 @@ cudaError_t Launch(const PassParams& pass, int blocks, cudaStream_t stream) {
 
 template <typename S>
 Instance MakeInstance() {
-  return {S::kHidden,  S::kHeads, S::kKvHeads,    S::kHeadDim,   S::kMoe,  S::kInner,
+  return {S::kHidden,  S::kHeads, S::kKvHeads,    S::kHeadDim,   S::kMoe,   S::kInner,
           S::kExperts, S::kTopK,  S::kSlicesHere, FrameBytes<S>, Launch<S>, MinBlocks<S>};
 }
 
 }  // namespace musejax::layer
 
-#define MUSEJAX_LAYER_INSTANCE(name, ...) \
-  namespace musejax::layer {              \
+#define MUSEJAX_LAYER_INSTANCE(name, ...)                        \
+  namespace musejax::layer {                                     \
   Instance name() { return MakeInstance<Sizes<__VA_ARGS__>>(); } \
   }

@@ -1,5 +1,3 @@
-#include "layer/layer.h"
-
 #include <array>
 #include <map>
 #include <mutex>
@@ -7,6 +5,7 @@
 
 #include "layer/attention_units.h"
 #include "layer/context.cuh"
+#include "layer/layer.h"
 
 namespace musejax::layer {
 
@@ -100,8 +99,9 @@ ErrorBlock* Errors() {
 }
 
 std::string ErrorText() {
-  static const char* const kPhases[] = {"heads", "attention", "attention output", "pooler and router", "routing",
-                                        "expert up", "expert down", "combine", "unpooler", "weight stream"};
+  static const char* const kPhases[] = {"heads",    "attention",    "attention output", "pooler and router",
+                                        "routing",  "expert up",    "expert down",      "combine",
+                                        "unpooler", "weight stream"};
   const volatile ErrorBlock* e = Errors();
   if (e->set != 2) return "";
   return "layers: a wait did not end within " + std::to_string(SpinBudget() / 1000000) + " ms: rank " +

@@ -22,6 +22,7 @@ namespace musejax::layer {
 
 template <typename S>
 struct Shared {
+  alignas(128) uint8_t pass[kPassBytes];
   SharedBuffers buffers;
   RouteShared route;
   alignas(16) float residual[kResidualFloats<S>];
@@ -34,7 +35,35 @@ enum Phase : int { kHeadsIn, kAttention, kAttentionOut, kPool, kRouting, kUp, kD
 
 // Points of a layer that Stamp marks, in order of time.
 namespace Point {
-enum : int { kCredit, kSquaresZ, kCredits, kZ, kQkvgSums, kHeads, kHistory, kTail, kMerge, kOutSums, kA, kAddedA, kSquaresX, kX, kRouterSums, kPoolerSums, kScores, kP, kH, kChosen, kListed, kUpSums, kDownSums, kM, kUnpoolerSums, kF, kAddedF };
+enum : int {
+  kCredit,
+  kSquaresZ,
+  kCredits,
+  kZ,
+  kQkvgSums,
+  kHeads,
+  kHistory,
+  kTail,
+  kMerge,
+  kOutSums,
+  kA,
+  kAddedA,
+  kSquaresX,
+  kX,
+  kRouterSums,
+  kPoolerSums,
+  kScores,
+  kP,
+  kH,
+  kChosen,
+  kListed,
+  kUpSums,
+  kDownSums,
+  kM,
+  kUnpoolerSums,
+  kF,
+  kAddedF
+};
 }
 
 // By all threads; ends with a block barrier.
@@ -43,11 +72,13 @@ __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Share
   const int warp = threadIdx.x / 32, block = blockIdx.x;
   InitBuffers(shared.buffers);
   InitRoute(shared.route);
+  for (int i = threadIdx.x; i < int(sizeof(Pass) / 8); i += kThreads)
+    reinterpret_cast<uint64_t*>(shared.pass)[i] =
+        reinterpret_cast<const uint64_t*>(static_cast<const Pass*>(&params))[i];
   Context<S>& c = *reinterpret_cast<Context<S>*>(shared.contexts[warp]);
   if (threadIdx.x % 32 == 0) {
     shared.where[warp] = {params.error, params.abort, *params.budget, params.rank, block, warp};
-    new (&c) Context<S>{params,
-                        params.layers,
+    new (&c) Context<S>{params.layers,
                         {&shared.where[warp]},
                         params.layers[0],
                         warp,
@@ -66,7 +97,7 @@ __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Share
 
 template <typename S>
 __device__ __forceinline__ bool RunsWhole(const Context<S>& c) {
-  return c.pass.last || c.layer + 1 < c.pass.count_layers;
+  return c.pass().last || c.layer + 1 < c.pass().count_layers;
 }
 
 // From one layer to the next: what is written from here on belongs to the next epoch.
@@ -83,20 +114,23 @@ __device__ void Stream(Context<S>& c, Shared<S>& shared) {
   const bool pushes = c.lane() == 0;
   c.waiter.At(c.layer, kStream);
   if (pushes) PrefetchSmall(c, 0);
-  if (pushes && c.pass.first) StreamDense(c, producer, Dense::kQkvg);
+  if (pushes && c.pass().first) StreamDense(c, producer, Dense::kQkvg);
   for (int n = 0; RunsWhole(c); ++n) {
+    bool listed = true;
     if (pushes) {
       PrefetchRouter(c);
-      if (c.layer + 1 < c.pass.count_layers) PrefetchSmall(c, c.layer + 1);
+      if (c.layer + 1 < c.pass().count_layers) PrefetchSmall(c, c.layer + 1);
       StreamHistory(c, producer);
       StreamDense(c, producer, Dense::kOut);
       StreamDense(c, producer, Dense::kPooler);
-      WaitBarrier(c.waiter, &shared.route.listed, n & 1);
+      listed = WaitBarrier(c.waiter, &shared.route.listed, n & 1);
+    }
+    if (pushes && listed) {
       StreamExperts<true>(c, shared.route, producer);
       StreamExperts<false>(c, shared.route, producer);
       StreamDense(c, producer, Dense::kUnpooler);
     }
-    if (c.layer + 1 == c.pass.count_layers) break;
+    if (!__shfl_sync(kAllLanes, listed, 0) || c.layer + 1 == c.pass().count_layers) break;
     NextLayer(c);
     if (pushes) StreamDense(c, producer, Dense::kQkvg);
   }
@@ -189,7 +223,8 @@ __device__ __forceinline__ void AfterBranch(Context<S>& c, Shared<S>& shared, De
   FinishBranch(c, experts ? F::part_unpool : F::part_out,
                experts ? DenseOf<S, Dense::kUnpooler>::kChunks : DenseOf<S, Dense::kOut>::kChunks, gamma, rows, sums);
   Stamp(c, experts ? Point::kF : Point::kA);
-  AddBranch(c, shared.residual, small + (experts ? at.ffn_residual_gate : at.attention_residual_gate), gamma, rows, sums);
+  AddBranch(c, shared.residual, small + (experts ? at.ffn_residual_gate : at.attention_residual_gate), gamma, rows,
+            sums);
   Stamp(c, experts ? Point::kAddedF : Point::kAddedA);
   if (experts && c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
 }
@@ -220,9 +255,9 @@ template <typename S>
 __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
   Consumer consumer;
   LoadStream(c, shared.residual);
-  if (!c.pass.first) PublishHeads(c);
-  Dense which = c.pass.first ? Dense::kQkvg : Dense::kOut;
-  if (c.pass.first || RunsWhole(c)) {
+  if (!c.pass().first) PublishHeads(c);
+  Dense which = c.pass().first ? Dense::kQkvg : Dense::kOut;
+  if (c.pass().first || RunsWhole(c)) {
 #pragma unroll 1
     for (;;) {
       Before(c, shared, consumer, which);
@@ -230,14 +265,14 @@ __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
       After(c, shared, consumer, which);
       if (which == Dense::kQkvg && !RunsWhole(c)) break;
       if (which == Dense::kUnpooler) {
-        if (c.layer + 1 == c.pass.count_layers) break;
+        if (c.layer + 1 == c.pass().count_layers) break;
         NextLayer(c);
       }
       which = NextDense(which);
     }
   }
-  if (!c.pass.last) StoreKeys(c);
-  StoreStream(c, shared.residual, c.pass.stream);
+  if (!c.pass().last) StoreKeys(c);
+  StoreStream(c, shared.residual, c.pass().stream);
 }
 
 template <typename S>

@@ -1,9 +1,9 @@
 // How the work of the experts is listed and shared among SMs. Plain functions of the choices of all rows, so that every
 // SM of every rank finds the same list by itself; for the kernel, and for tests on the host.
 //
-// A pair is (row, slot), numbered row * top_k + slot; the ids of a row are distinct. A visit is an expert and up to 8 of
-// its pairs, since an MMA has 8 columns; visits are in ascending order of (expert, pair). Columns are independent, so a
-// row's bits do not depend on the pairs it shares a visit with.
+// A pair is (row, slot), numbered row * top_k + slot; the ids of a row are distinct. A visit is an expert and up to 8
+// of its pairs, since an MMA has 8 columns; visits are in ascending order of (expert, pair). Columns are independent,
+// so a row's bits do not depend on the pairs it shares a visit with.
 #pragma once
 
 #include <cstdint>

@@ -58,8 +58,7 @@ __device__ __forceinline__ void QuantizeBlock(float (&x)[N], float encode) {
 #pragma unroll
   for (int i = 0; i < N; ++i) most = LargerAbs(most, x[i]);
 #pragma unroll
-  for (int lanes = 1; lanes < kBlock / N; lanes *= 2)
-    most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, lanes));
+  for (int lanes = 1; lanes < kBlock / N; lanes *= 2) most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, lanes));
   const float scale = RoundE4m3(encode * (most * kSixth));
   const float step = scale * (1.0f / encode);
   const float inverse = scale > 0.0f ? 1.0f / step : 0.0f;
@@ -86,7 +85,7 @@ inline __device__ __noinline__ float LargestScale(const float* scales, int n) {
 // Whether the experts of the layer at hand take activations in this form.
 template <typename S>
 __device__ __forceinline__ bool Takes(const Context<S>& c, Activations form) {
-  return c.arrays().nvfp4 && c.pass.model.activations == form;
+  return c.arrays().nvfp4 && c.pass().model.activations == form;
 }
 
 }  // namespace musejax::layer

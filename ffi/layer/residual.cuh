@@ -37,8 +37,8 @@ __device__ __noinline__ void LoadStream(const Context<S>& c, float* residual) {
   ForResidual(c, residual, [&](int j, int row, Two* s) {
     const bool here = c.lane() < S::kHiddenBlock / 2;
     Two v = {0.0f, 0.0f};
-    if (here && row < c.pass.rows)
-      v = reinterpret_cast<const Two*>(c.pass.stream + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()];
+    if (here && row < c.pass().rows)
+      v = reinterpret_cast<const Two*>(c.pass().stream + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()];
     if (here) *s = v;
   });
 }
@@ -47,7 +47,7 @@ template <typename S>
 __device__ __noinline__ void StoreStream(const Context<S>& c, float* residual, float* to) {
   InShared(c);
   ForResidual(c, residual, [&](int j, int row, Two* s) {
-    if (c.lane() < S::kHiddenBlock / 2 && row < c.pass.rows)
+    if (c.lane() < S::kHiddenBlock / 2 && row < c.pass().rows)
       reinterpret_cast<Two*>(to + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()] = *s;
   });
 }
@@ -68,7 +68,7 @@ __device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, con
                                        int64_t branch, int64_t sums) {
   InShared(c);
   constexpr int kWidth = S::kHiddenBlock;
-  const Model& m = c.pass.model;
+  const Model& m = c.pass().model;
   int at = -1;
   Gate first{}, second{};
   Two gain{};
@@ -109,8 +109,7 @@ __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual,
   ForResidual(c, residual, [&](int j, int row, Two* s) {
     const Two gain = Centred(Columns<kWidth>(gamma, j, c.lane()));
     const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks;
-    const float rstd =
-        RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, c.pass.model.rms_eps);
+    const float rstd = RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, c.pass().model.rms_eps);
     const Two v = c.lane() < kWidth / 2 ? *s : Two{0.0f, 0.0f};
     PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), j * kRows + row),
                           RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch));
@@ -146,11 +145,12 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
   constexpr int kWidth = S::kHiddenBlock, kBlocks = S::kHiddenBlocks / int(kSlices);  // of a slice
   c.ForTasks(S::kHiddenBlocksHere * kRows, [&](int task) {
     const int row = task % kRows, at = task / kRows, slice = at / kBlocks, block = at % kBlocks;
-    const Word* first = reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * 6;
+    const Word* first =
+        reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * 6;
     const Two v = Rounded(FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks));
     Two n = v;
     if (gamma) {
-      const Two gain = Centred(Columns<kWidth>(gamma, c.pass.rank * S::kHiddenBlocksHere + at, c.lane()));
+      const Two gain = Centred(Columns<kWidth>(gamma, c.pass().rank * S::kHiddenBlocksHere + at, c.lane()));
       n = Rounded({v.a * gain.a, v.b * gain.b});
     }
     const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
@@ -159,8 +159,8 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
       const int j = to * kBlocks + block;
       PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, rows), j * kRows + row), word);
       if (c.lane() == 0)
-        PublishFloat<Scope::kSys>(
-            reinterpret_cast<uint64_t*>(c.FrameOf(frames, sums)) + row * S::kHiddenBlocks + j, leaf, c.epoch);
+        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(c.FrameOf(frames, sums)) + row * S::kHiddenBlocks + j,
+                                  leaf, c.epoch);
     });
   });
 }
@@ -191,8 +191,8 @@ __device__ __noinline__ void FinishRouter(const Context<S>& c) {
   c.ForTasks(S::kSlicesHere * D::kTiles * kRows, [&](int task) {
     const int row = task % kRows, slice = task / kRows / D::kTiles, tile = task / kRows % D::kTiles;
     const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
-    const float score[2] = {SigmoidOf(v.a * c.pass.model.output_multiplier),
-                            SigmoidOf(v.b * c.pass.model.output_multiplier)};
+    const float score[2] = {SigmoidOf(v.a * c.pass().model.output_multiplier),
+                            SigmoidOf(v.b * c.pass().model.output_multiplier)};
     ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
       uint64_t* scores = reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::scores)) + row * S::kExperts;
 #pragma unroll
@@ -208,11 +208,11 @@ __device__ __noinline__ void FinishRouter(const Context<S>& c) {
 // r(rms(x)), then rotated: pairs (i, i + 32).
 template <typename S>
 __device__ __forceinline__ Two NormAndRotate(const Context<S>& c, Two x, int row) {
-  const float rstd = Rstd(LeafSquares<64>(x), 64, c.pass.model.rms_eps);
+  const float rstd = Rstd(LeafSquares<64>(x), 64, c.pass().model.rms_eps);
   Two y = Rounded({x.a * rstd, x.b * rstd});
   const float* angles = c.arrays().cos_sin;
   const Two other = {__shfl_xor_sync(kAllLanes, y.a, 16), __shfl_xor_sync(kAllLanes, y.b, 16)};
-  if (!angles || row >= c.pass.rows) return y;
+  if (!angles || row >= c.pass().rows) return y;
   const float2 cosine = __ldg(reinterpret_cast<const float2*>(angles + row * 64) + c.lane() % 16);
   const float2 sine = __ldg(reinterpret_cast<const float2*>(angles + row * 64 + 32) + c.lane() % 16);
   if (c.lane() < 16) return {fmaf(y.a, cosine.x, -(other.a * sine.x)), fmaf(y.b, cosine.y, -(other.b * sine.y))};
@@ -236,12 +236,11 @@ __device__ __noinline__ void FinishHeads(const Context<S>& c, bool leave) {
       if (is_q)
         PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(F::q), h * kRows + row), columns, c.epoch);
       else
-        ptx::StRelaxed<Scope::kGpu>(
-            reinterpret_cast<uint64_t*>(c.Frame(F::gate)) + (h * kRows + row) * 32 + c.lane(),
-            uint64_t(c.epoch) << 32 | columns);
-      uint16_t* plain = is_q ? c.pass.q : c.pass.gate;
-      if (leave && row < c.pass.rows)
-        reinterpret_cast<uint32_t*>(plain + (int64_t(h) * c.pass.rows + row) * 64)[c.lane()] = columns;
+        ptx::StRelaxed<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::gate)) + (h * kRows + row) * 32 + c.lane(),
+                                    uint64_t(c.epoch) << 32 | columns);
+      uint16_t* plain = is_q ? c.pass().q : c.pass().gate;
+      if (leave && row < c.pass().rows)
+        reinterpret_cast<uint32_t*>(plain + (int64_t(h) * c.pass().rows + row) * 64)[c.lane()] = columns;
     } else {
       const int h = slice * kKv + (is_k ? head - kQ : head - kQ - kKv);
       PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(is_k ? F::k : F::v), h * kRows + row), columns, c.epoch);

@@ -52,12 +52,10 @@ __device__ __forceinline__ uint32_t RankOf(float biased) {
 template <typename S>
 __device__ Choice ChooseForRow(Context<S>& c, int row) {
   constexpr int kEach = (S::kExperts + 31) / 32;  // experts of a lane
-  const Model& m = c.pass.model;
+  const Model& m = c.pass().model;
   const float* bias = c.arrays().small + SmallOf(c).router_bias;
   // Experts of a lane, ascending: two side by side in each 64, or one in each 32.
-  const auto number = [&](int i) {
-    return kEach % 2 == 0 ? 2 * c.lane() + i % 2 + i / 2 * 64 : c.lane() + 32 * i;
-  };
+  const auto number = [&](int i) { return kEach % 2 == 0 ? 2 * c.lane() + i % 2 + i / 2 * 64 : c.lane() + 32 * i; };
   const auto expert = [&](int i) { return Min(number(i), S::kExperts - 1); };
   float score[kEach];
   uint32_t rank[kEach];
@@ -105,8 +103,8 @@ __device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
     route.ids[row][c.lane()] = int16_t(choice.expert);
     route.weights[row][c.lane()] = choice.weight;
     if (row < c.valid) atomicOr(&route.hits[route.lists % 2][choice.expert], 1u << row);
-    if (row < c.pass.rows && row % c.blocks == c.block)
-      c.pass.ids[(int64_t(c.layer) * c.pass.rows + row) * S::kTopK + c.lane()] = choice.expert;
+    if (row < c.pass().rows && row % c.blocks == c.block)
+      c.pass().ids[(int64_t(c.layer) * c.pass().rows + row) * S::kTopK + c.lane()] = choice.expert;
   }
   __syncwarp();
 }
@@ -168,7 +166,7 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
     const Two gain = Centred(Columns<kWidth>(small + at.expert_norm, block, c.lane()));
     const Two p = Unpack(ReceiveColumns<kWidth>(c.waiter, RecordAt<kWidth>(c.Frame(F::p), task), c.epoch));
     const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks;
-    const float rstd = RstdOfLeaves<S::kMoeBlocks>(c.waiter, c.epoch, leaves, S::kMoe, c.pass.model.rms_eps);
+    const float rstd = RstdOfLeaves<S::kMoeBlocks>(c.waiter, c.epoch, leaves, S::kMoe, c.pass().model.rms_eps);
     const Two rounded = Rounded({p.a * rstd * gain.a, p.b * rstd * gain.b});
     float h[2] = {rounded.a, rounded.b};
     if (is_static) QuantizeBlock(h, 1.0f / input);

@@ -37,10 +37,13 @@ __device__ __noinline__ float LeafSquares(Two v) {
 }
 
 // 1 / sqrt(mean + eps), as cpu/norm.cc RmsNorm.
-__device__ __forceinline__ float Rstd(float sum, int width, float eps) { return 1.0f / sqrtf(sum / float(width) + eps); }
+__device__ __forceinline__ float Rstd(float sum, int width, float eps) {
+  return 1.0f / sqrtf(sum / float(width) + eps);
+}
 
 // Rstd of a row of `width` columns from the tagged sums of its kLeaves leaves: inside each of 8 slices ascending from
-// +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass its sum on; or one a lane.
+// +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass its sum on; or one a
+// lane.
 template <int kLeaves>
 __device__ __noinline__ float RstdOfLeaves(Waiter waiter, uint32_t tag, const uint64_t* leaves, int width, float eps) {
   constexpr int kLanes = kLeaves >= 32 ? 4 : 1, kEach = kLeaves / int(kSlices) / kLanes;
@@ -84,7 +87,8 @@ __device__ __noinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const int reg = first + i < kRegs ? first + i : 0;
-    r[i] = __shfl_sync(kAllLanes, columns, reg * 4 + t);  // lane of register reg of t: its columns are 2 lane, 2 lane + 1
+    r[i] =
+        __shfl_sync(kAllLanes, columns, reg * 4 + t);  // lane of register reg of t: its columns are 2 lane, 2 lane + 1
   }
   return MakeWord(r[0], r[1], r[2], tag);
 }

@@ -1,5 +1,6 @@
-// The weight stream: warp 0 copies weights through a ring of stages in shared memory in the order in which the MMA warps
-// consume them; and the buffers in which MMA warps leave the sums of their ranges of K for the warps that add them.
+// The weight stream: warp 0 copies weights through a ring of stages in shared memory in the order in which the MMA
+// warps consume them; and the buffers in which MMA warps leave the sums of their ranges of K for the warps that add
+// them.
 //
 // A stage is consumed by all 8 MMA warps, each its own range of K. Only data written before this launch passes here.
 #pragma once
@@ -19,9 +20,9 @@ struct SharedBuffers {
   uint64_t partial_full[kAdders], partial_empty[kAdders];
 };
 
-// They lie first in shared memory; found anew at each use, so that the compiler sees which memory it is.
+// They lie behind the pass in shared memory; found anew at each use, so that the compiler sees which memory it is.
 __device__ __forceinline__ SharedBuffers& Buffers() {
-  return *reinterpret_cast<SharedBuffers*>(ptx::DynamicShared());
+  return *reinterpret_cast<SharedBuffers*>(ptx::DynamicShared() + kPassBytes);
 }
 
 __device__ inline void InitBuffers(SharedBuffers& s) {
@@ -33,10 +34,12 @@ __device__ inline void InitBuffers(SharedBuffers& s) {
   }
 }
 
-__device__ __forceinline__ void WaitBarrier(Waiter waiter, uint64_t* bar, uint32_t parity) {
+// False: given up.
+__device__ __forceinline__ bool WaitBarrier(Waiter waiter, uint64_t* bar, uint32_t parity) {
   Waiter::Wait wait = waiter.Begin();
   while (!ptx::MbarrierTryWaitParity(bar, parity))
-    if (wait.Expired(parity, ~0u)) break;
+    if (wait.Expired(parity, ~0u)) return false;
+  return true;
 }
 
 // A position in the ring, counted alike by the producer and by every consumer.
@@ -61,8 +64,7 @@ struct Producer {
   // The next stage, of several parts, `bytes` together: parts calls copy(offset in the stage, from, bytes) for each.
   template <typename Parts>
   __device__ void PushParts(Waiter waiter, uint32_t bytes, const Parts& parts) {
-    WaitBarrier(waiter, &Buffers().empty[at.stage], at.phase ^ 1);
-    if (waiter.Aborted()) return;
+    if (waiter.Aborted() || !WaitBarrier(waiter, &Buffers().empty[at.stage], at.phase ^ 1)) return;
     ptx::MbarrierArriveExpectTx(&Buffers().full[at.stage], bytes);
     parts([&](int offset, const void* from, uint32_t n) {
       ptx::CpAsyncBulk(Buffers().ring[at.stage] + offset, from, n, &Buffers().full[at.stage], policy);
@@ -87,16 +89,17 @@ struct Consumer {
   RingCursor at;
   int buffer = 0;       // of the unit at hand
   uint32_t phases = 0;  // bit b: parity of the next use of buffer b
+  bool stuck = false;   // a wait for a stage was given up
 
   __device__ __forceinline__ const uint8_t* Wait(Waiter waiter) {
-    WaitBarrier(waiter, &Buffers().full[at.stage], at.phase);
+    stuck |= !WaitBarrier(waiter, &Buffers().full[at.stage], at.phase);
     __syncwarp();
     return Buffers().ring[at.stage];
   }
   // After the warp's last read of the stage. A warp that has given up does not free it: a copy may still be on its way.
-  __device__ __forceinline__ void Release(Waiter waiter) {
+  __device__ __forceinline__ void Release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && !waiter.Aborted()) ptx::MbarrierArrive(&Buffers().empty[at.stage]);
+    if (threadIdx.x % 32 == 0 && !stuck) ptx::MbarrierArrive(&Buffers().empty[at.stage]);
     at.Next();
   }
   __device__ void NextUnit() { buffer = buffer == kAdders - 1 ? 0 : buffer + 1; }
@@ -115,12 +118,11 @@ struct Consumer {
 
   // Adding warps: whether the unit is this warp's; the sums of all 8 warps in a pass; then Clear.
   __device__ bool Mine() const { return buffer == int(threadIdx.x / 32) - 1; }
-  __device__ const float (*Take(Waiter waiter))[kPartialFloats] {
+  __device__ const float (*Take(Waiter waiter)) [kPartialFloats] {
     WaitBarrier(waiter, &Buffers().partial_full[buffer], phases >> buffer & 1);
     __syncwarp();
     return Buffers().partial[buffer];
-  }
-  __device__ void Clear() {
+  } __device__ void Clear() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(&Buffers().partial_empty[buffer]);
     phases ^= 1u << buffer;

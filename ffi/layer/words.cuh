@@ -91,11 +91,11 @@ __device__ __forceinline__ bool Await(Waiter::Wait& wait, uint32_t tag, const ui
   const uint32_t lanes = __ballot_sync(kAllLanes, missing != nullptr);
   if (lanes == 0) return false;
   const uint64_t first = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(missing), __ffs(int(lanes)) - 1);
-  for (;;) {
+  for (bool there = false;;) {
     ptx::NanoSleep(kPollNs);
     const uint32_t seen = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const uint32_t*>(first));
-    if (seen == tag) return true;
-    if (wait.Expired(tag, seen)) return false;
+    there = seen == tag;
+    if (there || wait.Expired(tag, seen)) return __all_sync(kAllLanes, there);  // all lanes go on, or all give up
   }
 }
 

@@ -89,6 +89,7 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
   return EmulatedShuffle(value, from);
 }
+inline bool __shfl_sync(unsigned, bool value, int from) { return EmulatedShuffle(int(value), from) != 0; }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return EmulatedShuffle(value, (emulator::current->index % 32) ^ mask);

@@ -61,8 +61,8 @@ void Prepare(Fiber& f) {
   f.stack.reset(new uint8_t[kStack]);
   uintptr_t top = reinterpret_cast<uintptr_t>(f.stack.get() + kStack) & ~uintptr_t(63);
   void** sp = reinterpret_cast<void**>(top);
-  *--sp = nullptr;                           // where Enter would return to, so that its frame is aligned
-  *--sp = reinterpret_cast<void*>(&Enter);   // popped by ret
+  *--sp = nullptr;                          // where Enter would return to, so that its frame is aligned
+  *--sp = reinterpret_cast<void*>(&Enter);  // popped by ret
   for (int i = 0; i < 6; ++i) *--sp = nullptr;
   f.stack_pointer = sp;
 }

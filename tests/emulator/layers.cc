@@ -18,7 +18,7 @@ struct Workspace {
 };
 
 uint32_t spin_budget = 0;  // in 1,024 ns
-int only_rank = -1;  // if not negative, the other ranks of a launch do not run
+int only_rank = -1;        // if not negative, the other ranks of a launch do not run
 
 // Kept from call to call, as on a GPU: frames are used again under new tags.
 std::map<std::string, Workspace> workspaces;
@@ -47,11 +47,10 @@ std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
       e.first_slice[i] = (looped ? i : int(r)) * S::kSlicesHere;
     }
   }
-  emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), seed,
-                   [&] {
-                     const int rank = emulator::current->block->grid;
-                     if (only_rank < 0 || rank == only_rank) Layers<S>(ranks[rank]);
-                   });
+  emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), seed, [&] {
+    const int rank = emulator::current->block->grid;
+    if (only_rank < 0 || rank == only_rank) Layers<S>(ranks[rank]);
+  });
   if (!error.set) return "";
   workspaces.clear();
   return "rank " + std::to_string(error.rank) + " block " + std::to_string(error.block) + " warp " +
@@ -66,14 +65,15 @@ struct EmulatedRank {
   float* stream;
   uint16_t *q, *gate;
   int32_t* ids;
-  const void* const* pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
+  const void* const*
+      pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
 };
 
 // From now on only this rank runs in a launch of several; -1: all.
 extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
 
-// integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups, activations.
-// floats: rms_eps, ..., routed_scale as in ModelAttribute. numbers: of each layer slots, window, nvfp4.
+// integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups,
+// activations. floats: rms_eps, ..., routed_scale as in ModelAttribute. numbers: of each layer slots, window, nvfp4.
 // Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
 extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
                              const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
