@@ -35,12 +35,13 @@ class LibraryError(RuntimeError):
 
 
 class WaitError(RuntimeError):
-    """A wait inside a layer kernel did not end in time. What the pass returned means nothing, caches included: start anew
-    from the prompt."""
+    """A wait inside a layer kernel did not end in time. What the pass returned means nothing, caches included: start
+    anew from the prompt."""
 
 
 def raise_wait_error() -> None:
-    """Raises what the CUDA kernels of this process have reported since the last call, and makes them ready to run again.
+    """Raises what the CUDA kernels of this process have reported since the last call, and makes them ready again.
+
     Results of a launch are valid only if this returns after they have come to the host: a launch cannot raise, and a
     CUDA graph replays it without asking Python.
 

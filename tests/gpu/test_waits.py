@@ -1,4 +1,4 @@
-"""A wait inside the layer kernel that does not end: reported with its place, refused until reset, and then all is well."""
+"""A wait inside the layer kernel that does not end: reported with its place, and after the reset all is well."""
 
 import jax
 import jax.numpy as jnp
