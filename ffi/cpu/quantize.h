@@ -3,17 +3,14 @@
 
 #include <cstdint>
 
+#include "common/nvfp4.h"
+
 namespace musejax {
 
 // x[i] -> its grid value e2m1 * e4m3, for n columns (a multiple of 16), given the decode scale d and its reciprocal as
 // the encoder computes it. Blocks with NaN become NaN.
 void QuantizeBlocks(const float* x, int64_t n, float encode, float* grid);
-// Decode scale of a row for per-token activations, and its encode scale: amax / 2688, or 0 and 1 for a dead row, whose
-// values become 0.
-struct RowScale {
-  float decode, encode;
-  bool dead;
-};
+// Of a row of n values.
 RowScale PerTokenScale(const float* x, int64_t n);
 
 }  // namespace musejax
