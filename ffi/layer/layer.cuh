@@ -9,8 +9,8 @@
 // residual (pass.last) or with the heads of its last layer, as cpu/layer.h says. Phases hand values on through tagged
 // frames (context.cuh): there is no barrier over the grid, and no fence.
 //
-// Bits: those of the CPU twin up to the inner order of an MMA; the same for any number of rows, blocks, ranks, and
-// for any split of the layers into launches.
+// Bits: those of the CPU twin up to the inner order of an MMA and the exponential of attention; the same for any number
+// of rows, blocks, ranks, and for any split of the layers into launches.
 #pragma once
 
 #include "layer/combine.cuh"
@@ -30,7 +30,7 @@ struct Shared {
   alignas(8) uint8_t contexts[kWarps][sizeof(Context<S>)];
 };
 
-// Numbers of phases in error reports; musejax/kernels/errors.py names them.
+// Numbers of phases in error reports; ErrorText (layer.cu) names them.
 enum Phase : int { kHeadsIn, kAttention, kAttentionOut, kPool, kRouting, kUp, kDown, kCombine, kUnpool, kStream };
 
 // Points of a layer that Stamp marks, in order of time.
