@@ -77,7 +77,8 @@ class Model:
                            num_tokens=self.num_tokens, mesh=self.mesh)
 
     def step(self, state: DecodeState) -> DecodeState:
-        """One jitted `decode.decode_step`; the state passed in is used up."""
+        """One jitted `decode.decode_step`; the state passed in is used up. On a GPU call `ffi.raise_wait_error` when
+        the token is on the host."""
         return steps.jit_decode_step(self.params, state, config=self.config, decode=self.decode,
                                      num_tokens=self.num_tokens, mesh=self.mesh)
 
@@ -89,7 +90,8 @@ class Model:
                                  num_tokens=self.num_tokens, mesh=self.mesh)
 
     def step_speculative(self, state: SpecState) -> tuple[SpecState, Emitted]:
-        """One jitted `speculation.step.decode_step`, up to 16 tokens; the state passed in is used up."""
+        """One jitted `speculation.step.decode_step`, up to 16 tokens; the state passed in is used up. On a GPU call
+        `ffi.raise_wait_error` when the tokens are on the host."""
         return speculative.jit_decode_step(SpecParams(self.params, self.drafter), state, config=self.config,
                                            decode=self.decode, speculation=self.speculation,
                                            num_tokens=self.num_tokens, mesh=self.mesh)

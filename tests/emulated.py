@@ -7,7 +7,6 @@ themselves bit for bit.
 import ctypes
 import functools
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from kernel_inputs import cxx
 
 from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels import forward as kf
@@ -57,15 +57,13 @@ class Result(NamedTuple):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compiles the kernel for the emulator, or skips the test."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler: $CXX is not set, and c++, g++ and clang++ are not found")
+    compiler = cxx()
     if os.uname().machine != "x86_64":
         pytest.skip(f"the emulator switches fibers on x86_64 only, this is {os.uname().machine}")
     here = Path(__file__).resolve().parent
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "layers.so")
-        subprocess.run([*compiler.split(), "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w",
+        subprocess.run([*compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w",
                         f"-I{here / 'emulator'}", f"-I{here.parent / 'ffi'}", str(here / "emulator/layers.cc"),
                         str(here / "emulator/fibers.cc"), "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))

@@ -283,15 +283,21 @@ def attention_in_order(q_gc, keys_pc, values_pc, first, position, scale, exp):
 FFI = Path(__file__).resolve().parent.parent / "ffi"
 
 
-def compile_library(source: str, include: Path = FFI) -> ctypes.CDLL:
-    """Compiles C++ that includes headers of ffi/ with the system's compiler, or skips the test."""
+def cxx() -> list[str]:
+    """The command of the system's C++ compiler, or skips the test."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         pytest.skip("no C++ compiler: $CXX is not set, and c++, g++ and clang++ are not found")
+    return compiler.split()
+
+
+def compile_library(source: str, include: Path = FFI) -> ctypes.CDLL:
+    """Compiles C++ that includes headers of ffi/, or skips the test."""
+    compiler = cxx()
     with tempfile.TemporaryDirectory() as folder:
         path, target = Path(folder, "library.cc"), Path(folder, "library.so")
         path.write_text(source)
-        subprocess.run([*compiler.split(), "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{include}",
+        subprocess.run([*compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{include}",
                         str(path), "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))
 

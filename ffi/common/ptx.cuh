@@ -21,8 +21,7 @@ MUSEJAX_PTX uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// ---- mbarriers, in shared memory of this block
-// -----------------------------------------------------------------------
+// ---- mbarriers, in shared memory of this block ----
 
 // Starts a barrier whose phases complete after `count` arrivals and all expected bytes. Then FenceMbarrierInit.
 MUSEJAX_PTX void MbarrierInit(uint64_t* bar, uint32_t count) {
@@ -54,8 +53,7 @@ MUSEJAX_PTX bool MbarrierTryWaitParity(uint64_t* bar, uint32_t parity) {
   return done != 0;
 }
 
-// ---- bulk copies
-// -----------------------------------------------------------------------------------------------------
+// ---- bulk copies ----
 
 // A 64-bit cache policy: lines read with it leave L2 first.
 MUSEJAX_PTX uint64_t CreatePolicyEvictFirst() {
@@ -89,8 +87,7 @@ MUSEJAX_PTX void CpAsyncBulkPrefetchL2(const void* global, uint32_t bytes) {
 // Orders this thread's ordinary accesses to shared memory before its later bulk copies.
 MUSEJAX_PTX void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- arithmetic
-// ------------------------------------------------------------------------------------------------------
+// ---- arithmetic ----
 
 // d[16 x 8] += a[16 x 16] b[16 x 8], bf16 operands, f32 sums. With g = lane / 4 and t = lane % 4 a lane holds
 //   a[r]: row g + 8 (r % 2), columns 2t + 8 (r / 2) and the next       (low half first)
@@ -139,8 +136,7 @@ MUSEJAX_PTX uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   return out;
 }
 
-// ---- global memory, relaxed: never a stale L1 line, no order with other addresses
-// ------------------------------------
+// ---- global memory, relaxed: never a stale L1 line, no order with other addresses ----
 
 // 16 bytes that are written and read as one access, in global memory. The top 16 bits of `hi` may be a tag. ptxas
 // narrows a load to the part of the word that is used (to 4 bytes if that is the tag alone), still one access.
@@ -212,8 +208,7 @@ MUSEJAX_PTX void StRelaxed(Word* global, Word value) {
                  : "memory");
 }
 
-// ---- global memory, ordered
-// ------------------------------------------------------------------------------------------
+// ---- global memory, ordered ----
 
 // Later accesses of this thread come after it; pairs with RedAddRelease.
 template <Scope kScope>
@@ -226,15 +221,6 @@ MUSEJAX_PTX uint32_t LdAcquire(const uint32_t* global) {
   return out;
 }
 
-// Adds without an answer and without order.
-template <Scope kScope>
-MUSEJAX_PTX void RedAddRelaxed(uint32_t* global, uint32_t value) {
-  if constexpr (kScope == Scope::kGpu)
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
-  else
-    asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
-}
-
 // Adds without an answer, after all earlier accesses of this thread and those it has seen (a block barrier counts).
 template <Scope kScope>
 MUSEJAX_PTX void RedAddRelease(uint32_t* global, uint32_t value) {
@@ -244,8 +230,7 @@ MUSEJAX_PTX void RedAddRelease(uint32_t* global, uint32_t value) {
     asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// ---- blocks, clusters, launches
-// --------------------------------------------------------------------------------------
+// ---- blocks, clusters, launches ----
 
 // Barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
 MUSEJAX_PTX void BarSync(uint32_t id, uint32_t threads) {
@@ -263,13 +248,6 @@ MUSEJAX_PTX bool BarRedOr(uint32_t id, uint32_t threads, bool yes) {
   return any != 0;
 }
 
-// Rank of this block in its cluster.
-MUSEJAX_PTX uint32_t ClusterCtaRank() {
-  uint32_t out;
-  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(out));
-  return out;
-}
-
 // Arrives (release) at the cluster's barrier; every thread of the cluster arrives, then waits.
 MUSEJAX_PTX void BarrierClusterArrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 MUSEJAX_PTX void BarrierClusterWait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -284,8 +262,7 @@ MUSEJAX_PTX uint8_t* DynamicShared() {
   return musejax_dynamic_shared;
 }
 
-// ---- special registers
-// -----------------------------------------------------------------------------------------------
+// ---- special registers ------------------------------------------------------------------------------------------------
 
 // Nanoseconds, the same clock on all SMs; it advances in steps of 32 ns or more.
 MUSEJAX_PTX uint64_t GlobalTimer() {
@@ -294,17 +271,10 @@ MUSEJAX_PTX uint64_t GlobalTimer() {
   return out;
 }
 
-MUSEJAX_PTX uint32_t SmId() {
-  uint32_t out;
-  asm("mov.u32 %0, %smid;" : "=r"(out));
-  return out;
-}
-
 // Suspends the thread for 0 to twice this time, at most 1 ms.
 MUSEJAX_PTX void NanoSleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// ---- tagged words
-// ----------------------------------------------------------------------------------------------------
+// ---- tagged words ----
 
 // 14 bytes of payload (all of `lo`, the lower 48 bits of `hi`) and a tag, so that data is its own flag.
 MUSEJAX_PTX Word Tagged(uint64_t lo, uint64_t hi, uint16_t tag) {
@@ -312,8 +282,7 @@ MUSEJAX_PTX Word Tagged(uint64_t lo, uint64_t hi, uint16_t tag) {
 }
 MUSEJAX_PTX uint16_t TagOf(Word word) { return static_cast<uint16_t>(word.hi >> 48); }
 
-// ---- bounded spins
-// ---------------------------------------------------------------------------------------------------
+// ---- bounded spins ----
 
 inline constexpr uint64_t kSpinBudgetNs = 2'000'000'000;
 

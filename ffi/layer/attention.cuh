@@ -376,7 +376,7 @@ __device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& histo
   const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row);
   const Two x = WeightedMean(sums.total);
   const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
-  const Two gate = Unpack(__float_as_uint(ReceiveFloat<Scope::kGpu>(c.waiter, c.epoch, gate_at)));
+  const Two gate = Unpack(__float_as_uint(ReceiveFloat(c.waiter, c.epoch, gate_at)));
   __syncwarp();
   return PackBf16(x.a * scale * SigmoidOf(gate.a), x.b * scale * SigmoidOf(gate.b));
 }

@@ -1,4 +1,4 @@
-// MUSEJAX_LAYER_INSTANCE(name, sizes...): compiles the layer kernel for one set of sizes; instances.cu lists them.
+// MUSEJAX_LAYER_INSTANCE(name, sizes...): compiles the layer kernel for one set of sizes; layer.cu lists them.
 #pragma once
 
 #include "layer/layer.cuh"

@@ -131,7 +131,7 @@ __device__ __noinline__ void AwaitCredits(const Context<S>& c) {
   const uint64_t* credits = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::credits));
 #pragma unroll 1
   for (int i = 0; i < c.blocks; i += 32)
-    ReceiveFloat<Scope::kGpu>(c.waiter, c.epoch, credits + Min(i + c.lane(), c.blocks - 1));
+    ReceiveFloat(c.waiter, c.epoch, credits + Min(i + c.lane(), c.blocks - 1));
 }
 
 // ---- ends of the dense GEMMs ----

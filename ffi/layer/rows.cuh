@@ -87,8 +87,7 @@ __device__ __noinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const int reg = first + i < kRegs ? first + i : 0;
-    r[i] =
-        __shfl_sync(kAllLanes, columns, reg * 4 + t);  // lane of register reg of t: its columns are 2 lane, 2 lane + 1
+    r[i] = __shfl_sync(kAllLanes, columns, reg * 4 + t);  // that lane's two columns are register reg of t
   }
   return MakeWord(r[0], r[1], r[2], tag);
 }

@@ -145,7 +145,6 @@ template <Scope kScope>
 __device__ __forceinline__ void PublishFloat(uint64_t* to, float value, uint32_t tag) {
   ptx::StRelaxed<kScope>(to, uint64_t(tag) << 32 | __float_as_uint(value));
 }
-template <Scope kScope>
 __device__ __forceinline__ float ReceiveFloat(Waiter waiter, uint32_t tag, const uint64_t* at) {
   float v[1];
   ReceiveFloats(waiter, tag, [&](int) { return at; }, v);

@@ -18,6 +18,7 @@ import numpy as np
 
 from musejax import generation
 from musejax.decode import cache_length
+from musejax.ffi import raise_wait_error
 from musejax.generation import plan_length
 from musejax.loading import Model
 from musejax.sampling import Sampling
@@ -64,6 +65,7 @@ def request_steps(model: Model, prompt: Sequence[int], sampling: Sampling | None
 
     Raises:
         ConfigError: as `plan_length`, at the call.
+        WaitError: while iterating; see `ffi.raise_wait_error`.
     """
     if drafter is not None:
         return _speculative(model, prompt, sampling, max_new_tokens, stop_ids)
@@ -76,6 +78,7 @@ def request_steps(model: Model, prompt: Sequence[int], sampling: Sampling | None
         begin = time.perf_counter()
         state = model.start(prompt, cache_length(model.config, len(prompt) + count), sampling)
         token = int(state.token)  # waits for the device
+        raise_wait_error()
         yield Step((token,), time.perf_counter() - begin, prefill=True)
         for _ in range(count - 1):
             if token in stops:
@@ -83,6 +86,7 @@ def request_steps(model: Model, prompt: Sequence[int], sampling: Sampling | None
             begin = time.perf_counter()
             state = model.step(state)
             token = int(state.token)
+            raise_wait_error()
             yield Step((token,), time.perf_counter() - begin, experts)
 
     return steps()

@@ -111,10 +111,6 @@ template <Scope, typename T, typename V>
 void StRelaxed(T* global, V value) {
   *global = value;
 }
-template <Scope>
-void RedAddRelaxed(uint32_t* global, uint32_t value) {
-  *global += value;
-}
 
 inline void BarSync(uint32_t id, uint32_t threads) { emulator::BlockBarrier(int(id), int(threads)); }
 
@@ -125,7 +121,6 @@ inline uint64_t GlobalTimer() {
 }
 inline void NanoSleep(uint32_t) { emulator::Yield(); }
 inline uint8_t* DynamicShared() { return emulator::current->block->shared; }
-inline uint32_t SmId() { return uint32_t(emulator::current->block->index); }
 
 inline constexpr uint64_t kSpinBudgetNs = 2'000'000'000;
 
