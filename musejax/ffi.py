@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ABI = 3
+from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, validate
+
+ABI = 4
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
@@ -92,6 +94,7 @@ def library(platform: str = "cpu") -> ModuleType:
             _check(module, platform)
             _choose(module)
             _register(module, platform)
+            _schedule(module)
             _loaded[platform] = module
         return _loaded[platform]
 
@@ -180,6 +183,18 @@ def _register(module: ModuleType, platform: str) -> None:
                 f"by jaxlib {metadata.version('jaxlib')} ({error}): {_remedy(platform)}, "
                 "or install the newer jaxlib that the library was built with"
             ) from error
+
+
+def _schedule(module: ModuleType) -> None:
+    """Which SM of the GPUs here runs which dense units, for every model that the CUDA library is compiled for."""
+    if not hasattr(module, "set_schedule"):
+        return
+    for sms in sorted(set(module.multiprocessors())):
+        for instance, (*sizes, _, slices) in enumerate(module.layer_instances()):
+            shape = Shape(*sizes)
+            schedule = dense_schedule(shape, slices, sms)
+            validate(schedule, unit_counts(shape, slices), sms)
+            module.set_schedule(instance, sms, spans(schedule).ravel().tolist())
 
 
 def _installed_version() -> str | None:

@@ -47,16 +47,17 @@ class Row(NamedTuple):
     share: float
 
 
-def point_names(source: str) -> list[str]:
-    """The enumerators of `Point`, in order of time, without their k.
+def point_names(source: str, namespace: str = "Point") -> list[str]:
+    """The enumerators of `Point`, or of `Part`, in order of time, without their k.
 
     Raises:
         TimelineError: there are none.
     """
-    found = re.search(r"namespace Point \{\s*enum : int \{(.*?)\}", source, re.S)
+    found = re.search(rf"namespace {namespace} \{{\s*enum : int \{{(.*?)\}}", source, re.S)
     names = re.findall(r"\bk(\w+)", found[1]) if found else []
     if not 0 < len(names) <= MAX_POINTS:
-        raise TimelineError(f"expected 1 to {MAX_POINTS} points (enum Point of ffi/layer/layer.cuh), got {len(names)}")
+        raise TimelineError(f"expected 1 to {MAX_POINTS} points (enum {namespace} of ffi/layer/layer.cuh), got "
+                            f"{len(names)}")
     return names
 
 
@@ -78,6 +79,42 @@ def unfold(flat, layers: int, names: list[str]) -> np.ndarray:
                             f"{passed[sm, warp, at + 1]} ns at SM {sm}, warp {warp + 1}, layer {at // len(names)}, "
                             f"point {names[at % len(names)]}: is the library built from this source?")
     return stamps
+
+
+class StreamPart(NamedTuple):
+    """A part of a layer's weight stream, medians over SMs and layers: us that it took, and of them us in which it
+    waited for a free stage of the ring, or for the list of visits."""
+
+    name: str
+    took: float
+    waited: float
+
+
+def stream_parts(flat, layers: int, parts: list[str]) -> list[StreamPart]:
+    """What layer_stamps() returned of warp 0, which notes at the end of each part the time and how long it waited; the
+    first and the last layer of the launch do not count."""
+    x = np.asarray(flat, np.int64).reshape(-1, WARPS, MAX_LAYERS, MAX_POINTS)[:, 0, :layers, :2 * len(parts)]
+    ends, waited = x[..., 0::2], x[..., 1::2] / 1e3
+    # The last part belongs to the layer that it is for, and comes before that layer's other parts.
+    first = parts[-1]
+    order = [len(parts) - 1, *range(len(parts) - 1)]
+    ends, waited = ends[..., order], waited[..., order]
+    took = np.diff(ends.reshape(len(ends), -1), axis=1).reshape(len(ends), -1) / 1e3
+    took = np.concatenate([np.full((len(ends), 1), np.nan), took], axis=1).reshape(ends.shape)[:, 1:layers - 1]
+    waited = waited[:, 1:layers - 1]
+    names = [first, *parts[:-1]]
+    listed = names.index("List")
+    waited[..., listed] = took[..., listed]
+    return [StreamPart(name, float(np.median(took[..., i])), float(np.median(waited[..., i])))
+            for i, name in enumerate(names)]
+
+
+def stream_as_text(parts: list[StreamPart]) -> str:
+    """The weight stream's idle time by cause."""
+    total, waited = sum(p.took for p in parts), sum(p.waited for p in parts)
+    lines = [f"the weight stream (warp 0, medians): {waited:.1f} of {total:.1f} us a layer ({waited / total:.0%}) "
+             "spent waiting for a free stage, or for the list", f"  {'part':<10} {'us':>6} {'waiting':>8}"]
+    return "\n".join(lines + [f"  {p.name:<10} {p.took:6.1f} {p.waited:8.1f}" for p in parts])
 
 
 def since_layer_began(launches: np.ndarray) -> np.ndarray:
@@ -193,8 +230,9 @@ def as_text(launches: np.ndarray, names: list[str], layer: int) -> str:
     return "\n".join(lines)
 
 
-def stamps_of(case, launches: int, names: list[str]) -> np.ndarray:
-    """Runs the case -> [launches, SMs, warps, layers, points], two launches before them not counted."""
+def stamps_of(case, launches: int, names: list[str], parts: list[str]) -> tuple[np.ndarray, list[StreamPart]]:
+    """Runs the case -> [launches, SMs, warps, layers, points], two launches before them not counted, and the parts of
+    the last one's weight stream."""
     import jax
 
     from musejax import ffi
@@ -208,7 +246,7 @@ def stamps_of(case, launches: int, names: list[str]) -> np.ndarray:
         ffi.raise_wait_error()
         if n >= 2:
             out.append(unfold(module.layer_stamps(), case.layers, names))
-    return np.stack(out)
+    return np.stack(out), stream_parts(module.layer_stamps(), case.layers, parts)
 
 
 def main():
@@ -216,7 +254,7 @@ def main():
     p.add_argument("--distinct", type=int, default=49, help="experts that the rows hit (D)")
     p.add_argument("--rows", type=int, default=16)
     p.add_argument("--context", type=int, default=2048)
-    p.add_argument("--layers", type=int, default=8, help="in one launch, 2 or more")
+    p.add_argument("--layers", type=int, default=8, help="in one launch, 3 or more")
     p.add_argument("--activations", default="bf16", choices=("bf16", "nvfp4_static", "nvfp4_per_token"))
     p.add_argument("--launches", type=int, default=5)
     p.add_argument("--layer", type=int, help="which one is drawn, 1 or more (default: the middle one)")
@@ -229,19 +267,19 @@ def main():
     from musejax.ffi import LibraryError, WaitError
 
     layer = args.layers // 2 if args.layer is None else args.layer
-    for name, value, low, high in (("layers", args.layers, 2, MAX_LAYERS), ("launches", args.launches, 1, 1000),
+    for name, value, low, high in (("layers", args.layers, 3, MAX_LAYERS), ("launches", args.launches, 1, 1000),
                                    ("layer", layer, 1, args.layers - 1)):
         if not low <= value <= high:
             p.error(f"--{name}: expected {low} to {high}, got {value}")
     try:
         case = Case(args.distinct, args.rows, args.context, args.layers, args.activations)
-        names = point_names(SOURCE.read_text())
-        launches = stamps_of(case, args.launches, names)
+        names, parts = (point_names(SOURCE.read_text(), space) for space in ("Point", "Part"))
+        launches, stream = stamps_of(case, args.launches, names, parts)
     except (BenchError, LibraryError, TimelineError, WaitError, OSError) as error:
         p.error(str(error))
     if not all(0 <= sm < launches.shape[1] for sm in args.sms):
         p.error(f"--sms: expected 0 to {launches.shape[1] - 1}, got {args.sms}")
-    print(f"{case}\n{as_text(launches, names, layer)}")
+    print(f"{case}\n{as_text(launches, names, layer)}\n\n{stream_as_text(stream)}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "trace.json").write_text(json.dumps(trace(launches[-1], names, args.sms)))
     try:

@@ -20,6 +20,7 @@ from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels import forward as kf
 from musejax.kernels.attributes import model_attribute, theta_index
 from musejax.kernels.calls import Call
+from musejax.kernels.schedule import Shape, dense_schedule, spans
 
 INTEGERS = ("hidden", "heads", "kv_heads", "head_dim", "moe_hidden", "moe_inner", "experts", "top_k", "vocab",
             "combine_groups", "activations")
@@ -44,6 +45,7 @@ class Result(NamedTuple):
         taps: float32 [L, t, d], streams after every layer that ran whole.
         q, gate: uint16 [heads, t, c].
         kept: of each layer keys, values, flight keys, flight values: uint16 [heads, .., c].
+        prefetched: of each layer how often each byte of its experts was prefetched, uint8 [8, E, bytes].
     """
 
     stream: np.ndarray
@@ -52,21 +54,41 @@ class Result(NamedTuple):
     q: np.ndarray
     gate: np.ndarray
     kept: list
+    prefetched: list | None = None
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compiles the kernel for the emulator, or skips the test."""
-    compiler = cxx()
-    if os.uname().machine != "x86_64":
+    return compile_sources("layers.cc", "fibers.cc")
+
+
+def compile_sources(*sources) -> ctypes.CDLL:
+    """Compiles files of tests/emulator, which may include headers of the kernel, or skips the test."""
+    if "fibers.cc" in sources and os.uname().machine != "x86_64":
         pytest.skip(f"the emulator switches fibers on x86_64 only, this is {os.uname().machine}")
-    here = Path(__file__).resolve().parent
+    compiler, here = cxx(), Path(__file__).resolve().parent
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "layers.so")
+        target = Path(folder, "library.so")
         subprocess.run([*compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w",
-                        f"-I{here / 'emulator'}", f"-I{here.parent / 'ffi'}", str(here / "emulator/layers.cc"),
-                        str(here / "emulator/fibers.cc"), "-o", str(target)], check=True)
+                        f"-I{here / 'emulator'}", f"-I{here.parent / 'ffi'}",
+                        *(str(here / "emulator" / source) for source in sources), "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))
+
+
+@functools.cache
+def _dense_units_library() -> ctypes.CDLL:
+    return compile_sources("dense_units.cc")
+
+
+def dense_units(config, slices) -> list[int]:
+    """Units of the kernel's dense GEMMs for a rank of so many slices, in the order of `enum Dense`."""
+    out = np.zeros(5, np.int32)
+    function = _dense_units_library().DenseUnits
+    function.restype = ctypes.c_bool
+    if not function(config.hidden_size, config.num_experts_per_tok, slices, ctypes.c_void_p(out.ctypes.data)):
+        raise ValueError(f"dense_units.cc has no instance for hidden {config.hidden_size}, {slices} slices")
+    return out.tolist()
 
 
 def _array(x, dtype):
@@ -83,7 +105,8 @@ def embed(model, tokens, length, parents):
 
 
 def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8, ranks=1, blocks=4, seed=0,
-        layers=None, first=True, last=True, start=None, max_units=8, budget_ms=2000.0, change=None) -> Result:
+        layers=None, first=True, last=True, start=None, max_units=8, budget_ms=2000.0, change=None,
+        schedule=None, guesses=None) -> Result:
     """One launch.
 
     Args:
@@ -94,6 +117,8 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
         layers: range of layers; all by default.
         start: a `Result` to go on from, where `first` is false.
         change: called with the arrays of each layer before the launch, to break something.
+        schedule: int32 [blocks, 5, 2] (`schedule.spans`), by default of `dense_schedule`.
+        guesses: int32 [layers, n], experts that may be hit; none by default.
     """
     config, t = model.config, len(tokens)
     decode = decode or DecodeConfig()
@@ -138,7 +163,9 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
                 change(n, mine)
             taps.append(tap)
             arrays.append(mine)
-            pointers += [None if x is None else x.ctypes.data for x in (*mine.values(), tap)]
+            prefetched = np.zeros_like(mine["experts"])
+            pointers += [None if x is None else x.ctypes.data for x in (*mine.values(), tap, prefetched)]
+            mine["prefetched"] = prefetched
             if r == 0:
                 numbers += [mine["keys"].shape[1], config.window(i) or 0, int(i in config.nvfp4_layers)]
         table = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -149,13 +176,18 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
     integers = np.array([attribute[name] for name in INTEGERS], np.int64)
     floats = np.array([attribute[name] for name in FLOATS], np.float32)
     numbers, text = np.array(numbers, np.int64), ctypes.create_string_buffer(512)
+    if schedule is None:
+        schedule = spans(dense_schedule(Shape.of(config), slices, blocks))
+    schedule = _array(schedule, np.int32)
+    guesses = None if guesses is None else _array(guesses, np.int32)
 
     def at(x):
-        return ctypes.c_void_p(x.ctypes.data)
+        return None if x is None else ctypes.c_void_p(x.ctypes.data)
 
     code = library().EmulateLayers(
         at(integers), at(floats), len(layers), int(first), int(last), t, at(parents), at(state), at(path), ranks,
-        ctypes.byref(given), at(numbers), slices, blocks, ctypes.c_uint32(seed), ctypes.c_int64(max_units),
+        ctypes.byref(given), at(numbers), slices, blocks, at(schedule), at(guesses),
+        0 if guesses is None else guesses.shape[1], ctypes.c_uint32(seed), ctypes.c_int64(max_units),
         ctypes.c_double(budget_ms), text, len(text))
     if code == 2:
         raise ValueError(f"the emulator was not compiled for top_k {config.num_experts_per_tok}, {slices} slices")
@@ -167,4 +199,5 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
              for name in ("keys", "values", "flight_keys", "flight_values")] for n in range(len(layers))]
     return Result(of_rank["stream"], of_rank["ids"], np.stack(taps) if taps else np.zeros((0, *stream.shape)),
                   np.concatenate([x["q"] for x, _, _ in results]), np.concatenate([x["gate"] for x, _, _ in results]),
-                  kept)
+                  kept, [np.concatenate([arrays[n]["prefetched"] for _, arrays, _ in results])
+                         for n in range(len(layers))])

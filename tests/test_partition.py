@@ -24,6 +24,8 @@ SOURCE = """
 using namespace musejax::layer;
 static_assert(kVisitPairs == 8, "as the entries of list_visits");
 
+extern "C" int visit_cost() { return kVisitCost; }
+
 extern "C" void unit_range(int visits, int units, int block, int blocks, int* out) {
   const UnitSpan span = UnitRange(visits, units, block, blocks);
   out[0] = span.begin, out[1] = span.end;
@@ -135,19 +137,44 @@ def spans_of(library, visits, units, blocks):
     return spans
 
 
-def check_spans(spans, total):
-    """Every unit once, in order, balanced to one unit."""
-    assert spans[0][0] == 0 and spans[-1][1] == total
-    assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
-    sizes = [end - begin for begin, end in spans]
-    assert min(sizes) >= 0 and max(sizes) - min(sizes) <= 1
+def check_spans(library, visits, units, blocks):
+    """Every unit once, in order; and what an SM pays, for its units and for the visits that begin in its part, differs
+    from the even share by at most the cost of a visit and one unit."""
+    spans, cost = spans_of(library, visits, units, blocks), library.visit_cost()
+    assert spans[0][0] == 0 and spans[-1][1] == visits * units, "units at an end are left out"
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(spans)), "units between parts"
+    assert all(begin <= end for begin, end in spans), "a part ends before it begins"
+    for begin, end in spans:
+        paid = end - begin + cost * (-(-end // units) - -(-begin // units))
+        assert abs(paid * blocks - visits * (units + cost)) <= (cost + 1) * blocks, "a part that is not even"
 
 
 @pytest.mark.parametrize("units", UNITS)
 def test_spans_cover_every_unit_once(library, units):
     for blocks in (*SMS, 2, 3, 8, 78, 131, 1024):
         for visits in range(129) if blocks in SMS else (0, 1, 2, 48, 49, 127, 128):
-            check_spans(spans_of(library, visits, units, blocks), visits * units)
+            check_spans(library, visits, units, blocks)
+
+
+def check_some_spans(library):
+    for visits in (1, 49, 128):
+        for blocks in SMS:
+            check_spans(library, visits, 32, blocks)
+
+
+BROKEN_SPANS = {
+    "units of two SMs": ("block + 1, blocks)}", "block + 1, blocks) + (block + 1 < blocks)}", "units between parts"),
+    "units of no SM": ("each * block / blocks)", "each / blocks * block)", "units at an end are left out"),
+    "the share grows": ("each * block / blocks)", "each * block / blocks * block / blocks)", "a part that is not even"),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN_SPANS)
+def test_checks_see_broken_spans(change, library, tmp_path):
+    check_some_spans(library)
+    old, new, message = BROKEN_SPANS[change]
+    with pytest.raises(AssertionError, match=message):
+        check_some_spans(broken(tmp_path, "partition.h", old, new))
 
 
 # ------------------------------------------------------------------ expert visits
@@ -223,7 +250,7 @@ def test_visits_and_units_of_every_number_of_experts(library):
             assert len(set(ids) - {EXPERTS}) == distinct
             visits = len(check_visits(library, ids, top_k, EXPERTS))
             for blocks in SMS:
-                check_spans(spans_of(library, visits, 32, blocks), visits * 32)
+                check_spans(library, visits, 32, blocks)
 
 
 def test_visits_of_crowded_and_of_idle_experts(library):
@@ -238,15 +265,9 @@ def check_experts(library):
     for seed in range(16):
         check_visits(library, choices(16, 8, 256, 2, seed), 8, 256)
         check_visits(library, *choices_of(8 * seed + 1, seed), EXPERTS)
-    for visits in (1, 49, 128):
-        for blocks in SMS:
-            check_spans(spans_of(library, visits, 32, blocks), 32 * visits)
 
 
 BROKEN_PARTITIONS = {
-    "overlapping units": ("units * (block + 1) / blocks", "(units * block + units - 1) / blocks"),
-    "uneven units": ("{int(units * block / blocks), int(units * (block + 1) / blocks)}",
-                     "{int(units / blocks * block), int(block + 1 < blocks ? units / blocks * (block + 1) : units)}"),
     "one visit an expert": (" + Popcount(masks.two[i] & below)", ""),
     "a row counts itself": ("(1u << row) - 1", "(2u << row) - 1"),
     "visits of idle experts": ("(Popcount(rows) + kVisitPairs - 1)", "(Popcount(rows) + kVisitPairs)"),

@@ -28,7 +28,19 @@ from kernel_inputs import (
     whole,
     wide,
 )
-from phase_inputs import CANON, ROWS, assert_gemm, assert_near, configs, layers, log, row_state, stream_of
+from phase_inputs import (
+    CANON,
+    ROWS,
+    assert_gemm,
+    assert_near,
+    configs,
+    layers,
+    log,
+    of_pairs,
+    reference_up,
+    row_state,
+    stream_of,
+)
 
 from musejax import nvfp4
 from musejax.config import DecodeConfig
@@ -109,30 +121,6 @@ def expert_inputs(config, seed=7):
     pooled = random_bf16(rng, (ROWS, config.moe_hidden_size))
     scores = rng.uniform(0.1, 0.9, (ROWS, config.num_local_experts)).astype(F32)
     return pooled, scores
-
-
-def of_pairs(x_et, ids_tj, per_pair=False):
-    """[e, rows, n] -> [t * j, n]: each (row, slot)'s expert; rows are t, or t * j with `per_pair`."""
-    ids = np.asarray(ids_tj).reshape(-1)
-    rows = np.arange(len(ids)) if per_pair else np.arange(len(ids)) // ids_tj.shape[1]
-    return np.asarray(x_et)[ids, rows]
-
-
-@partial(jax.jit, static_argnames=("mode",))
-def reference_up(h, p, mode):
-    """Inner activations of every expert for every row, [e, t, f], before they are rounded or quantised."""
-    leaves = {k: v for k, v in p.items() if k.startswith("gate_up") and "input" not in k}
-    axes = {k: 0 if k.endswith("_global") else 1 for k in leaves}
-
-    def one(w):
-        if "gate_up_scale" not in w:
-            gate, up = ref_experts._gate_up(h, w["gate_up"], CANON)
-            return jax.nn.silu(gate) * up
-        x, scale = ref_experts._quantised(h, mode, p["gate_up_input_scale"].max())
-        gate, up = ref_experts._gate_up(x, nvfp4.grid(w["gate_up"], w["gate_up_scale"]), CANON)
-        return jax.nn.silu(gate * (scale * w["gate_up_global"][0])) * (up * (scale * w["gate_up_global"][1]))
-
-    return jax.vmap(one, in_axes=(axes,))(leaves)
 
 
 @partial(jax.jit, static_argnames=("mode",))

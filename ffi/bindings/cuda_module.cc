@@ -9,7 +9,9 @@
 
 extern "C" {
 musejax::Handler MusejaxBuildInfoCuda, MusejaxAnglesCuda, MusejaxEmbedNormCuda, MusejaxHeadCuda, MusejaxHeadSumsCuda,
-    MusejaxLogprobCuda, MusejaxSoftcapCuda, MusejaxLayersCuda, MusejaxLayersLoopedCuda;
+    MusejaxLogprobCuda, MusejaxSoftcapCuda, MusejaxLayersCuda, MusejaxLayersLoopedCuda, MusejaxAttnInCuda,
+    MusejaxAttentionCuda, MusejaxAttnOutCuda, MusejaxPoolCuda, MusejaxExpertsUpCuda, MusejaxExpertsDownCuda,
+    MusejaxCombineCuda, MusejaxCombinePartialsCuda, MusejaxCombineGatheredCuda, MusejaxUnpoolCuda, MusejaxAddFfnCuda;
 }
 
 namespace {
@@ -46,6 +48,17 @@ NB_MODULE(_cuda, m) {
                                {"musejax_embed_norm", MusejaxEmbedNormCuda},
                                {"musejax_layers", MusejaxLayersCuda},
                                {"musejax_layers_looped", MusejaxLayersLoopedCuda},
+                               {"musejax_attn_in", MusejaxAttnInCuda},
+                               {"musejax_attention", MusejaxAttentionCuda},
+                               {"musejax_attn_out", MusejaxAttnOutCuda},
+                               {"musejax_pool", MusejaxPoolCuda},
+                               {"musejax_experts_up", MusejaxExpertsUpCuda},
+                               {"musejax_experts_down", MusejaxExpertsDownCuda},
+                               {"musejax_combine", MusejaxCombineCuda},
+                               {"musejax_combine_partials", MusejaxCombinePartialsCuda},
+                               {"musejax_combine_gathered", MusejaxCombineGatheredCuda},
+                               {"musejax_unpool", MusejaxUnpoolCuda},
+                               {"musejax_add_ffn", MusejaxAddFfnCuda},
                                {"musejax_head", MusejaxHeadCuda},
                                {"musejax_head_sums", MusejaxHeadSumsCuda},
                                {"musejax_logprob", MusejaxLogprobCuda},
@@ -60,6 +73,11 @@ NB_MODULE(_cuda, m) {
                                 i.top_k, i.slices));
     return out;
   });
+  // Which units of the dense GEMMs each SM runs, for launches of layer_instances()[instance] on GPUs of so many
+  // multiprocessors; spans: [multiprocessors][5][2], flat, as musejax/kernels/schedule.py makes them.
+  m.def("set_schedule", &musejax::layer::SetSchedule, nb::arg("instance"), nb::arg("multiprocessors"),
+        nb::arg("spans"));
+  m.def("multiprocessors", &musejax::layer::Multiprocessors);  // of each GPU here
   // What a wait inside a layer kernel that did not end reported, empty if none did; and going on after it.
   m.def("layer_error", &musejax::layer::ErrorText);
   m.def("reset_after_error", [] { return int(musejax::layer::ResetAfterError()); });

@@ -114,6 +114,13 @@ MUSEJAX_PTX uint32_t CvtRnBf16x2(float low, float high) {
   return out;
 }
 
+// (a & b) | c, which the compiler makes two instructions of if b and c are constants.
+MUSEJAX_PTX uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 // 2^x with an error of at most 2 units in the last place; the same bits on every GPU of a kind.
 MUSEJAX_PTX float Ex2Approx(float x) {
   float out;

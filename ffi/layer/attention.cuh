@@ -17,7 +17,7 @@ inline constexpr int kHeadColumns = 64;
 inline constexpr int kRowBytes = 2 * kHeadColumns;
 inline constexpr int kRecordWords = 4 * RecordWords(kHeadColumns);
 inline constexpr int kSumWords = 6;                            // of t
-inline constexpr int kMergeBatch = 12;                         // words a merging lane has on their way
+inline constexpr int kMergeBatch = 12;                        // words a merging lane has on their way
 inline constexpr int kUnseen = 0x7FFFFFFF;                     // the first position seen by a row of padding
 inline constexpr int kValuesAt = kStageBytes / 2 / 128 * 128;  // in a stage, keys first
 static_assert(kStageBlocks * kBlockKeys * kRowBytes <= kValuesAt, "a stage holds the keys and values of its blocks");
@@ -153,94 +153,172 @@ __device__ __forceinline__ Word* TailSums(const Context<S>& c, int head, int row
 
 // ---- history -----------------------------------------------------------------------------------------------------
 
-// Calls unit(index, key head) for the units of this SM, in the order of the ring.
-template <typename S, typename Unit>
-__device__ __forceinline__ void ForUnits(const Context<S>& c, const History& history, const Unit& unit) {
-  for (int i = c.block; i < history.units * S::kKvHere; i += c.blocks) unit(i / S::kKvHere, i % S::kKvHere);
+// Few units are spread: an SM takes a unit for one query head, each MMA warp every eighth block, and the blocks' sums
+// are added in their order. Many are not, so that keys are read once for all query heads of a key head: an SM takes a
+// unit, each of its MMA warps one head.
+template <typename S>
+__device__ __forceinline__ bool IsSpread(const Context<S>& c, const History& history) {
+  return history.group_units == 0 && history.units * S::kHeadsHere <= 2 * c.blocks;
 }
 
-// Warp 0, one thread: keys and values of this SM's units. A stage: up to 128 positions of keys, then of values.
+// Calls item(unit, head) for what this SM has to do, in the order of the ring: a query head here if spread, else a key
+// head.
+template <typename S, typename Item>
+__device__ __forceinline__ void ForItems(const Context<S>& c, const History& history, const Item& item) {
+  const int heads = IsSpread(c, history) ? S::kHeadsHere : S::kKvHere;
+#pragma unroll 1
+  for (int i = c.block; i < history.units * heads; i += c.blocks) item(i / heads, i % heads);
+}
+
+// Warp 0: keys and values of this SM's items. A stage: up to 128 positions of keys, then of values.
 template <typename S>
-__device__ void StreamHistory(Context<S>& c, Producer& producer) {
+__device__ __forceinline__ void StreamHistory(Context<S>& c, Producer& producer) {
   const History history = HistoryOf(c);
   const LayerArrays& arrays = c.arrays();
-  const auto push = [&](int key_head, Blocks blocks) {
-    const int begin = blocks.begin * kBlockKeys, end = blocks.end * kBlockKeys;
-    producer.PushParts(c.waiter, 2 * (end - begin) * kRowBytes, [&](const auto& copy) {
-      for (int p = begin, n; p < end; p += n) {  // slots are a ring
-        const int slot = p % arrays.slots, at = (p - begin) * kRowBytes;
-        n = Min(end - p, arrays.slots - slot);
-        const int64_t from = (int64_t(key_head) * arrays.slots + slot) * kHeadColumns;
-        copy(at, arrays.keys + from, n * kRowBytes);
-        copy(kValuesAt + at, arrays.values + from, n * kRowBytes);
-      }
+  const int heads_of_key = IsSpread(c, history) ? S::kGroup : 1;
+  ForItems(c, history, [&](int unit, int head) {
+    ForStages(history.BlocksOf(unit), [&](Blocks blocks) {
+      const int begin = blocks.begin * kBlockKeys, end = blocks.end * kBlockKeys;
+      producer.PushParts(c.waiter, 2 * (end - begin) * kRowBytes, [&](const auto& copy) {
+        for (int p = begin, n; p < end; p += n) {  // slots are a ring
+          const int slot = p % arrays.slots, at = (p - begin) * kRowBytes;
+          n = Min(end - p, arrays.slots - slot);
+          const int64_t from = (int64_t(head / heads_of_key) * arrays.slots + slot) * kHeadColumns;
+          copy(at, arrays.keys + from, n * kRowBytes);
+          copy(kValuesAt + at, arrays.values + from, n * kRowBytes);
+        }
+      });
     });
-  };
-  ForUnits(c, history, [&](int unit, int key_head) {
-    ForStages(history.BlocksOf(unit), [&](Blocks blocks) { push(key_head, blocks); });
   });
 }
 
-// The blocks of one stage, for the 16 rows of a head. first: the first positions that rows g and g + 8 see; first_key:
-// that any row sees.
-__device__ __forceinline__ void AttendStage(const uint8_t* stage, Blocks blocks, const uint32_t (&q)[2][8], float scale,
-                                            const int (&first)[2], int first_key, BlockSums& sums) {
-  const int g = threadIdx.x % 32 / 4;
-#pragma unroll 1
-  for (int block = blocks.begin; block < blocks.end; ++block) {
-    const int position = block * kBlockKeys;
-    uint32_t k[2][8], v[2][8];
+// What the MMA warps have in common for all items: the first positions that rows g and g + 8 see, and that any row sees.
+struct Seen {
+  int first[2], first_key;
+};
+
+// Rows g and g + 8 of a head's queries.
+template <typename S>
+__device__ __forceinline__ void ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8]) {
+  Word w[6];
+  const Word* record =
+      RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + c.lane() / 4) + c.lane() % 4 * 3;
+  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const uint8_t* row = stage + ((block - blocks.begin) * kBlockKeys + 8 * n + g) * kRowBytes;
-      LoadPermuted(row, k[n]), LoadPermuted(row + kValuesAt, v[n]);
-      if (position + 8 * n + g < first_key)
+  for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = Register(w[i / 8 * 3 + i % 8 / 3], i % 8 % 3);
+}
+
+// One block of a stage that begins at block `begin`, for the 16 rows of a head.
+__device__ __forceinline__ void AttendStaged(const uint8_t* stage, int begin, int block, const uint32_t (&q)[2][8],
+                                             float scale, const Seen& seen, BlockSums& sums) {
+  const int g = threadIdx.x % 32 / 4, position = block * kBlockKeys;
+  uint32_t k[2][8], v[2][8];
 #pragma unroll
-        for (uint32_t& x : v[n]) x = 0;
-    }
-    AttendBlock(q, k, v, scale, [&](int half, int key) { return position + key >= first[half]; }, sums);
+  for (int n = 0; n < 2; ++n) {
+    const uint8_t* row = stage + ((block - begin) * kBlockKeys + 8 * n + g) * kRowBytes;
+    LoadPermuted(row, k[n]), LoadPermuted(row + kValuesAt, v[n]);
+    if (position + 8 * n + g < seen.first_key)
+#pragma unroll
+      for (uint32_t& x : v[n]) x = 0;
+  }
+  AttendBlock(q, k, v, scale, [&](int half, int key) { return position + key >= seen.first[half]; }, sums);
+}
+
+// Sums of a block as AttendChunk keeps them in a stage: [row][t] of kSumWords words, three floats each.
+inline constexpr int kSumFloats = 3 * kSumWords, kBlockFloats = kRows * 4 * kSumFloats;
+static_assert(kStageBlocks == kMmaWarps && kStageBlocks * kBlockFloats * 4 <= kStageBytes, "sums of a stage fit in it");
+
+__device__ __forceinline__ void StoreBlock(float* block, const BlockSums& sums) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float2* to = reinterpret_cast<float2*>(block + ((g + 8 * half) * 4 + t) * kSumFloats);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) to[j] = {sums.value[j][2 * half], sums.value[j][2 * half + 1]};
+    to[8] = {sums.weight[half], 0.0f};
   }
 }
 
-// One unit for the 16 rows of one head.
+// A unit of one chunk for the 16 rows of one head. Stage by stage each MMA warp takes one block; its keys read, the
+// stage takes the blocks' sums, which all threads add, a word or two each.
 template <typename S>
-__device__ void AttendUnit(Context<S>& c, Consumer& ring, const History& history, int unit, int head,
-                           const int (&first)[2]) {
-  const Blocks blocks = history.BlocksOf(unit);
-  const int g = c.lane() / 4, t = c.lane() % 4, first_key = FirstSeen(c.length, c.arrays().window);
-  const float scale = c.pass().model.attention_scale;
-  Word w[6];
-  const Word* record = RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + g) + t * 3;
-  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
+__device__ __forceinline__ void AttendChunk(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
+                                            const Seen& seen) {
+  constexpr int kEach = (kBlockFloats / 3 + 32 * kMmaWarps - 1) / (32 * kMmaWarps);
+  const int warp = c.warp - kFirstMmaWarp, thread = int(threadIdx.x) - 32 * kFirstMmaWarp;
   uint32_t q[2][8];
+  ReceiveQueries(c, head, q);
+  float total[kEach][3] = {};
+  ForStages(blocks, [&](Blocks part) {
+    const int first = part.begin / kStageBlocks * kStageBlocks, mine = first + warp;
+    const bool here = mine >= part.begin && mine < part.end;
+    uint8_t* stage = ring.Wait(c.waiter);
+    float* sums_of_blocks = reinterpret_cast<float*>(stage);
+    BlockSums sums;
+    if (here) AttendStaged(stage, part.begin, mine, q, c.pass().model.attention_scale, seen, sums);
+    ptx::BarSync(4, 32 * kMmaWarps);
+    if (here) StoreBlock(sums_of_blocks + warp * kBlockFloats, sums);
+    ptx::BarSync(4, 32 * kMmaWarps);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = Register(w[i / 8 * 3 + i % 8 / 3], i % 8 % 3);
+    for (int i = 0; i < kEach; ++i) {
+      const int word = thread + i * 32 * kMmaWarps;
+      if (word >= kBlockFloats / 3) continue;
+#pragma unroll 1
+      for (int block = part.begin; block < part.end; ++block)
+#pragma unroll
+        for (int j = 0; j < 3; ++j)
+          total[i][j] = total[i][j] + sums_of_blocks[(block - first) * kBlockFloats + 3 * word + j];
+    }
+    ptx::FenceProxyAsync();  // the next copy into the stage comes after these accesses
+    ring.Release();
+  });
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int word = thread + i * 32 * kMmaWarps;
+    if (word < kBlockFloats / 3)
+      Publish<Scope::kGpu>(UnitSums(c, unit, head, 0) + word, __float_as_uint(total[i][0]),
+                           __float_as_uint(total[i][1]), __float_as_uint(total[i][2]), c.epoch);
+  }
+}
 
+// A unit for the 16 rows of one head, by one warp.
+template <typename S>
+__device__ __forceinline__ void AttendUnit(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
+                                           const Seen& seen) {
+  uint32_t q[2][8];
+  ReceiveQueries(c, head, q);
   BlockSums chunk, total;
   ForStages(blocks, [&](Blocks part) {
     const uint8_t* stage = ring.Wait(c.waiter);
-    __syncwarp();  // lanes leave the wait one by one
-    AttendStage(stage, part, q, scale, first, first_key, chunk);
+#pragma unroll 1
+    for (int block = part.begin; block < part.end; ++block)
+      AttendStaged(stage, part.begin, block, q, c.pass().model.attention_scale, seen, chunk);
     ring.Release();
     if (part.end % kChunkBlocks == 0 || part.end == blocks.end) total.Add(chunk), chunk = BlockSums();
   });
+  const int g = c.lane() / 4;
   PublishSums<0>(UnitSums(c, unit, head, g), total, c.epoch);
   PublishSums<1>(UnitSums(c, unit, head, g + 8), total, c.epoch);
 }
 
-// MMA warps: this SM's units; warp w takes query head w of the unit's key head.
+// MMA warps: this SM's items.
 template <typename S>
 __device__ __forceinline__ void AttendHistory(Context<S>& c, Consumer& ring) {
   const History history = HistoryOf(c);
-  const int mine = c.warp - kFirstMmaWarp;
   const uint32_t path = PathOfLane(c);
-  const int seen = c.lane() < c.valid ? FirstSeen(PositionOf(c, path), c.arrays().window) : kUnseen;
-  const int first[2] = {__shfl_sync(kAllLanes, seen, c.lane() / 4), __shfl_sync(kAllLanes, seen, c.lane() / 4 + 8)};
-  ForUnits(c, history, [&](int unit, int key_head) {
-    if (mine < S::kGroup)
-      AttendUnit(c, ring, history, unit, key_head * S::kGroup + mine, first);
+  const int first = c.lane() < c.valid ? FirstSeen(PositionOf(c, path), c.arrays().window) : kUnseen;
+  const Seen seen = {{__shfl_sync(kAllLanes, first, c.lane() / 4), __shfl_sync(kAllLanes, first, c.lane() / 4 + 8)},
+                     FirstSeen(c.length, c.arrays().window)};
+  const bool spread = IsSpread(c, history);
+  const int warp = c.warp - kFirstMmaWarp;
+  ForItems(c, history, [&](int unit, int head) {
+    const Blocks blocks = history.BlocksOf(unit);
+    if (spread)
+      AttendChunk(c, ring, blocks, unit, head, seen);
+    else if (warp < S::kGroup)
+      AttendUnit(c, ring, blocks, unit, head * S::kGroup + warp, seen);
     else
-      ForStages(history.BlocksOf(unit), [&](Blocks) { ring.Wait(c.waiter), ring.Release(); });
+      ForStages(blocks, [&](Blocks) { ring.Wait(c.waiter), ring.Release(); });
   });
 }
 
@@ -313,7 +391,7 @@ __device__ void AttendTailBlock(Context<S>& c, int key_head, int row, uint32_t p
   if (g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
 }
 
-// Row warps: the blocks that hold positions which the cache lacks, one task each.
+// Row warps, first those that do not multiply: the blocks that hold positions which the cache lacks, one task each.
 template <typename S>
 __device__ __noinline__ void AttendTail(Context<S>& c) {
   InShared(c);
@@ -324,7 +402,7 @@ __device__ __noinline__ void AttendTail(Context<S>& c) {
     const uint32_t path = __shfl_sync(kAllLanes, path_of_lane, row);
     if (row < c.valid && block < history.TailsTo(PositionOf(c, path)))
       AttendTailBlock(c, key_head, row, path, history.blocks.end, block);
-  });
+  }, 1);
 }
 
 // ---- merge -------------------------------------------------------------------------------------------------------
@@ -340,10 +418,10 @@ __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const Histor
   const auto at = [&](int i) { return units + (i < history.units ? i * kUnitWords : tail + i * 4 * kSumWords); };
   LevelSums<3> sums;
   for (int begin = 0; begin < items; begin += kMergeBatch) {
-    Word w[kMergeBatch];
-    Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w);
     const int end = history.EndOf(Min(begin + c.lane(), items - 1));  // of item `lane` of the batch
     const uint32_t chunks = __ballot_sync(kAllLanes, EndsChunk(end)), groups = __ballot_sync(kAllLanes, EndsGroup(end));
+    Word w[kMergeBatch];
+    Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w);
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
       const float item[3] = {__uint_as_float(Register(w[i], 0)), __uint_as_float(Register(w[i], 1)),
@@ -373,12 +451,12 @@ template <typename S>
 __device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row) {
   const uint64_t* gate_at =
       reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32 + c.lane();
+  const Two gate = Unpack(__float_as_uint(ReceiveFloat(c.waiter, c.epoch, gate_at)));
+  const Two open = {SigmoidOf(gate.a), SigmoidOf(gate.b)};
   const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row);
   const Two x = WeightedMean(sums.total);
   const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
-  const Two gate = Unpack(__float_as_uint(ReceiveFloat(c.waiter, c.epoch, gate_at)));
-  __syncwarp();
-  return PackBf16(x.a * scale * SigmoidOf(gate.a), x.b * scale * SigmoidOf(gate.b));
+  return PackBf16(x.a * scale * open.a, x.b * scale * open.b);
 }
 
 // Row warps: o of every row and query head here, to all ranks; padding rows are zero.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/model.h"
+#include "layer/partition.h"
 #include "layer/sizes.h"
 #include "layer/words.cuh"
 
@@ -38,12 +39,15 @@ struct Pass {
   bool first, last;  // as cpu/layer.h
   int rows;          // of the arrays below, 1 to 16
   const int32_t *parents, *state, *path;
-  float* stream;       // [rows][hidden], in and out
-  uint16_t *q, *gate;  // [heads here][rows][c]
-  int32_t* ids;        // [layers][rows][k]
+  float* stream;           // [rows][hidden], in and out
+  uint16_t *q, *gate;      // [heads here][rows][c]
+  int32_t* ids;            // [layers][rows][k]
+  const int32_t* guesses;  // [layers][guess_count] experts that may be hit, or null: none
+  int guess_count;
   // workspace
-  uint8_t* frames;   // of this rank
-  uint32_t* epochs;  // [blocks]
+  const int32_t* schedule;  // [blocks][kDenseGemms][2]: units begin .. end - 1 of each
+  uint8_t* frames;          // of this rank
+  uint32_t* epochs;         // [blocks]
   uint32_t* abort;
   const uint32_t* budget;  // of a wait, in 1,024 ns; in device memory, for a graph keeps its launches' parameters
   ErrorBlock* error;
@@ -52,12 +56,19 @@ struct Pass {
   uint64_t* stamps;  // [blocks][warps][layers][kStamps], of a build with MUSEJAX_LAYER_STAMPS; null: none wanted
 };
 
+// An SM's copy in shared memory, and its part of the schedule.
+struct BlockPass : Pass {
+  UnitSpan dense[kDenseGemms];
+};
+
 inline constexpr int kPassBytes = 512;  // that it takes in shared memory
-static_assert(sizeof(Pass) <= kPassBytes && sizeof(Pass) % 8 == 0, "see kPassBytes");
+static_assert(sizeof(BlockPass) <= kPassBytes && sizeof(Pass) % 8 == 0, "see kPassBytes");
 
 struct PassParams : Pass {
   LayerArrays layers[kMaxLayers];
 };
+
+inline constexpr int kPairWords = 8;  // of a row in a 16-column tile of partial sums
 
 // Byte offsets of the frames of one parity.
 template <typename S>
@@ -66,7 +77,7 @@ struct Frames {
     return rows * 4 * RecordWords(width) * 16;
   }
   static __host__ __device__ constexpr int64_t Partial(int64_t columns, int64_t k) {
-    return columns / 16 * (k / Chunk(k)) * kRows * 6 * 16;
+    return columns / 16 * (k / Chunk(k)) * kRows * kPairWords * 16;
   }
   // Rows and their sums of squares that all ranks see
   static constexpr int64_t o = 0;                                                         // [heads][row] of 64
@@ -92,7 +103,7 @@ struct Frames {
   static constexpr int64_t sums_x = gate + 8 * S::kHeadsHere * kRows * 32;             // f32 [row][hidden blocks]
   static constexpr int64_t sums_z = sums_x + 8 * kRows * S::kHiddenBlocks;             // f32 [row][hidden blocks]
   static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;            // 8 B [1024 SMs]
-  // Partial sums of dense GEMMs: [16-column tile here][chunk][row][half][3 words]
+  // Partial sums of dense GEMMs: [16-column tile here][chunk][row][8 words of two columns, as row tasks take them]
   static constexpr int64_t part_qkvg = credits + 8 * 1024;
   static constexpr int64_t part_out = part_qkvg + Partial(S::kShape.qkvg_rows() * S::kSlicesHere, S::kHidden);
   static constexpr int64_t part_pool = part_out + Partial(S::kHidden / S::kRanks, S::kQWidth);
@@ -121,7 +132,7 @@ struct Context {
   using F = Frames<S>;
   const LayerArrays* layers;  // of the launch's parameters
   Waiter waiter;
-  LayerArrays at_hand;          // of the layer at hand
+  LayerArrays at_hand[2];       // of the layer at hand, and of the next or the one before
   int warp, block, blocks;      // this SM, and how many there are
   int valid, length, accepted;  // of the pass: rows that count, positions before it, rows of the last pass to store
   int layer;                    // index in `layers`
@@ -129,45 +140,68 @@ struct Context {
   bool moved;                   // its accepted rows are in the cache already, and its new rows in flight
 
   // The block's copy, first in shared memory.
-  __device__ __forceinline__ const Pass& pass() const { return *reinterpret_cast<const Pass*>(ptx::DynamicShared()); }
+  __device__ __forceinline__ const BlockPass& pass() const {
+    return *reinterpret_cast<const BlockPass*>(ptx::DynamicShared());
+  }
   __device__ __forceinline__ int lane() const { return int(threadIdx.x % 32); }
-  __device__ __forceinline__ const LayerArrays& arrays() const { return at_hand; }
+  __device__ __forceinline__ const LayerArrays& arrays() const { return at_hand[layer % 2]; }
   __device__ __forceinline__ uint8_t* FrameOf(uint8_t* frames, int64_t offset) const {
     return frames + (epoch & 1 ? F::Bytes(pass().max_units) : 0) + offset;
   }
   __device__ __forceinline__ uint8_t* Frame(int64_t offset) const { return FrameOf(pass().frames, offset); }
 
-  // By the whole warp.
-  __device__ void GoTo(int to_layer, uint32_t to_epoch, bool are_moved) {
+  // The arrays of a layer, for NextLayer to find; ahead of time, since they come from far away. By the whole warp.
+  __device__ __forceinline__ void Fetch(int of_layer) {
+    constexpr int kPieces = int(sizeof(LayerArrays) / 8);
+    static_assert(sizeof(LayerArrays) % 8 == 0 && kPieces <= 32, "a lane each");
+    if (of_layer < pass().count_layers && lane() < kPieces)
+      reinterpret_cast<uint64_t*>(&at_hand[of_layer % 2])[lane()] =
+          reinterpret_cast<const uint64_t*>(layers + of_layer)[lane()];
     __syncwarp();
-    if (lane() == 0) layer = to_layer, epoch = to_epoch, moved = are_moved, at_hand = layers[to_layer];
+  }
+  // Goes on to the next layer: what is written from here on belongs to the next epoch. By the whole warp, after Fetch.
+  __device__ __forceinline__ void NextLayer() {
+    __syncwarp();
+    if (lane() == 0) layer = layer + 1, epoch = epoch + 1, moved = false;
     __syncwarp();
   }
 
-  // Tasks of one warp each, shared among the row warps of all SMs: neighbours go to different SMs.
+  // Tasks of one warp each, shared among the row warps of all SMs: neighbours go to different SMs. Warp `first` of each
+  // comes first: an MMA warp, since they are done with a GEMM before its sums are added, or warp 1, which is not.
   template <typename Task>
-  __device__ __forceinline__ void ForTasks(int n, const Task& task) const {
-    const int stride = blocks * kRowWarps;
+  __device__ __forceinline__ void ForTasks(int n, const Task& task, int first = kFirstMmaWarp) const {
 #pragma unroll 1
-    for (int i = block + blocks * (warp - 1); i < n; i += stride) task(i);
+    for (int i = FirstTask(first); i < n; i += TaskStride()) task(i);
   }
+  __device__ __forceinline__ int FirstTask(int first = kFirstMmaWarp) const {
+    return block + blocks * Turn(first);
+  }
+  // Of a row warp: its number if warp `first` is 0.
+  __device__ __forceinline__ int Turn(int first = kFirstMmaWarp) const { return (warp + kRowWarps - first) % kRowWarps; }
+  __device__ __forceinline__ int TaskStride() const { return blocks * kRowWarps; }
 };
 
 inline constexpr int kStamps = 32;
 
-// The time at point `at` of the layer at hand (Point in layer.cuh), for scripts/timeline.py; nothing in other builds.
+// Notes `value` at `at` of this warp and the layer at hand, for scripts/timeline.py; nothing in other builds.
+template <typename S>
+__device__ __forceinline__ void Note(const Context<S>& c, int at, uint64_t value) {
+#if defined(MUSEJAX_LAYER_STAMPS)
+  if (c.lane() != 0 || !c.pass().stamps) return;
+  c.pass().stamps[((int64_t(c.block) * kWarps + c.warp) * kMaxLayers + c.layer) * kStamps + at] = value;
+#endif
+}
+// The time at point `at` (Point in layer.cuh).
 template <typename S>
 __device__ __forceinline__ void Stamp(const Context<S>& c, int at) {
 #if defined(MUSEJAX_LAYER_STAMPS)
-  if (c.lane() != 0 || !c.pass().stamps) return;
-  c.pass().stamps[((int64_t(c.block) * kWarps + c.warp) * kMaxLayers + c.layer) * kStamps + at] = ptx::GlobalTimer();
+  Note(c, at, ptx::GlobalTimer());
 #endif
 }
 
 // Calls put(frames, slice) for every rank that is to see a value of local slice `slice_here`.
 template <typename S, typename Put>
 __device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, const Put& put) {
-#pragma unroll 1
 #pragma unroll 1
   for (int r = 0; r < c.pass().exchange.count; ++r)
     put(c.pass().exchange.frames[r], c.pass().exchange.first_slice[r] + slice_here);

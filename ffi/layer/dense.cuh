@@ -1,12 +1,15 @@
 // Dense GEMMs of a layer: attention output, pooler and router, unpooler, and QKV with the gate.
 //
 // A unit is 16 output columns (a row tile of the weight) times one chunk of K, for all 16 rows; units are numbered
-// chunk by chunk and shared among SMs in contiguous parts, so that an SM reads few activations. An MMA warp takes one
-// of the 8 ranges of the chunk; an adding warp adds the ranges ascending and publishes the chunk's sum; a row task adds
-// the chunks ascending. So an element has the bits of one sum over K in a fixed order, whoever ran which unit.
+// chunk by chunk, and an SM runs a contiguous part of each GEMM, so that it reads few activations. Which part, the
+// schedule says (Pass::schedule), made and checked by musejax/kernels/schedule.py. An MMA warp takes one of the 8
+// ranges of the chunk; an adding warp adds the ranges ascending and publishes the chunk's sum; a row task adds the
+// chunks ascending. So an element has the bits of one sum over K in a fixed order, whoever ran which unit.
 //
 // The GEMMs share their code, since an SM caches few instructions: what differs is data (DenseJob).
 #pragma once
+
+#include <array>
 
 #include "layer/rows.cuh"
 #include "layer/stream.cuh"
@@ -15,7 +18,7 @@ namespace musejax::layer {
 
 // In the order of a layer, from its heads on.
 enum class Dense : int { kQkvg, kOut, kRouter, kPooler, kUnpooler };
-__device__ __forceinline__ Dense NextDense(Dense which) { return Dense((int(which) + 1) % 5); }
+__device__ __forceinline__ Dense NextDense(Dense which) { return Dense((int(which) + 1) % kDenseGemms); }
 
 template <typename S, Dense kWhich>
 struct DenseOf {
@@ -56,6 +59,12 @@ struct DenseOf {
   static_assert(kUnitBytes <= kStageBytes, "a unit is one stage of the ring");
 };
 
+// Units of each GEMM, of one rank.
+template <typename S>
+inline constexpr std::array<int, kDenseGemms> kDenseUnits = {
+    DenseOf<S, Dense::kQkvg>::kUnits, DenseOf<S, Dense::kOut>::kUnits, DenseOf<S, Dense::kRouter>::kUnits,
+    DenseOf<S, Dense::kPooler>::kUnits, DenseOf<S, Dense::kUnpooler>::kUnits};
+
 // One GEMM of the layer at hand, for one SM.
 struct DenseJob {
   int begin, end;             // units of this SM
@@ -63,12 +72,17 @@ struct DenseJob {
   const uint8_t* weights;     // the section in the first slice
   int64_t slice_bytes;
   const Word* input;  // records, row by row of each block
-  Word* partial;      // [slice][tile][chunk][row][half][3 words]
+  Word* partial;      // [slice][tile][chunk][row][8 words]
   uint32_t epoch;
 
   __device__ __forceinline__ int ChunkOf(int u) const { return u / (slices * tiles); }
   // The unit's place among tiles of all slices here.
   __device__ __forceinline__ int TileOf(int u) const { return u - ChunkOf(u) * slices * tiles; }
+  // Where the unit's `bytes` of weights are.
+  __device__ __forceinline__ const uint8_t* WeightsOf(int u, int bytes) const {
+    const int at = TileOf(u), slice = at / tiles;
+    return weights + slice * slice_bytes + int64_t(ChunkOf(u) * tiles + at - slice * tiles) * bytes;
+  }
 };
 
 // pick(d) of the GEMM asked for, d an empty DenseOf<S, ...>.
@@ -83,10 +97,10 @@ __device__ __forceinline__ auto OfDense(Dense which, const Pick& pick) {
 
 template <typename S>
 __device__ __forceinline__ DenseJob JobOf(const Context<S>& c, Dense which) {
-  const int units = OfDense<S>(which, [](auto d) { return decltype(d)::kUnits; });
+  const UnitSpan span = c.pass().dense[int(which)];
   return {
-      units * c.block / c.blocks,
-      units * (c.block + 1) / c.blocks,
+      span.begin,
+      span.end,
       S::kSlicesHere,
       OfDense<S>(which, [](auto d) { return decltype(d)::kTiles; }),
       OfDense<S>(which, [](auto d) { return decltype(d)::kChunks; }),
@@ -100,16 +114,12 @@ __device__ __forceinline__ DenseJob JobOf(const Context<S>& c, Dense which) {
 // ---- warp 0 ----
 
 template <typename S>
-__device__ __noinline__ void StreamDense(const Context<S>& c, Producer& producer, Dense which) {
-  InShared(c);
+__device__ __forceinline__ void StreamDense(const Context<S>& c, Producer& producer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const int bytes = OfDense<S>(which, [](auto d) { return decltype(d)::kUnitBytes; });
-#pragma unroll 1
-  for (int u = job.begin; u < job.end; ++u) {
-    const int chunk = job.ChunkOf(u), at = job.TileOf(u), slice = at / job.tiles;
-    const int64_t unit = int64_t(chunk * job.tiles + at - slice * job.tiles) * bytes;
-    producer.Push(c.waiter, job.weights + slice * job.slice_bytes + unit, bytes);
-  }
+  ForAddresses(
+      job.begin, job.end, [&](int u) { return job.WeightsOf(u, bytes); },
+      [&](const uint8_t* from) { producer.Push(c.waiter, from, bytes); });
 }
 
 // Into L2, what does not pass the ring: this SM's router weights, and its share of the small arrays of a layer.
@@ -118,7 +128,7 @@ __device__ __forceinline__ void PrefetchRouter(const Context<S>& c) {
   using D = DenseOf<S, Dense::kRouter>;
   const DenseJob job = JobOf(c, Dense::kRouter);
 #pragma unroll 1
-  for (int i = job.begin * int(kRanges); i < job.end * int(kRanges); ++i) {
+  for (int i = job.begin * int(kRanges) + c.lane(); i < job.end * int(kRanges); i += 32) {
     const int u = i / int(kRanges), range = job.ChunkOf(u) * int(kRanges) + i % int(kRanges);
     const int at = job.TileOf(u), slice = at / D::kTiles, row = at % D::kTiles * 16;
     const float* rows = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
@@ -131,7 +141,17 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
   const LayerArrays& arrays = c.layers[layer];
   const int pieces = int(SmallOf<S>(arrays.nvfp4).count / 4);  // of 16 bytes
   const int begin = pieces * c.block / c.blocks, end = pieces * (c.block + 1) / c.blocks;
-  if (end > begin) ptx::CpAsyncBulkPrefetchL2(arrays.small + 4 * begin, 16 * (end - begin));
+  if (end > begin && c.lane() == 0) ptx::CpAsyncBulkPrefetchL2(arrays.small + 4 * begin, 16 * (end - begin));
+}
+// Units of this SM that the ring has no room for while their input is not there yet.
+template <typename S>
+__device__ __forceinline__ void PrefetchDense(const Context<S>& c, Dense which, int layer) {
+  DenseJob job = JobOf(c, which);
+  job.weights += c.layers[layer].dense - c.arrays().dense;
+  const int bytes = OfDense<S>(which, [](auto d) { return decltype(d)::kUnitBytes; });
+#pragma unroll 1
+  for (int u = job.begin + c.lane(); u < job.end; u += 32)
+    ptx::CpAsyncBulkPrefetchL2(job.WeightsOf(u, bytes), bytes);
 }
 
 // ---- MMA warps ----
@@ -165,12 +185,17 @@ __device__ __forceinline__ void StoreSums(float* partial, const float (&d)[2][4]
     for (int i = 0; i < 4; ++i) partial[(n * 8 + 2 * t + i % 2) * kPartialStride + g + i / 2 * 8] = d[n][i];
 }
 
-template <int kSteps>
-__device__ __forceinline__ void MultiplyBf16(const uint8_t* tiles, const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
+// A range of a stage, given back (done) once it is in registers.
+template <int kSteps, typename Done>
+__device__ __forceinline__ void MultiplyBf16(const uint8_t* tiles, const uint32_t (&b)[kSteps][4], float (&d)[2][4],
+                                             const Done& done) {
+  uint4 w[kSteps];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) w[j] = *reinterpret_cast<const uint4*>(tiles + j * 512);
+  done();
 #pragma unroll
   for (int j = 0; j < kSteps; ++j) {
-    const uint4 w = *reinterpret_cast<const uint4*>(tiles + j * 512);
-    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    const uint32_t a[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
     ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
     ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
   }
@@ -234,8 +259,7 @@ __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consum
         MultiplyRouter<kSteps>(range, kRouterRows, (at - slice * job.tiles) * 16, lane, b, d);
       } else {
         const uint8_t* stage = consumer.Wait(waiter);
-        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d);
-        consumer.Release();
+        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&] { consumer.Release(); });
       }
       StoreSums(consumer.Enter(waiter), d, lane);
       consumer.Leave();
@@ -264,11 +288,10 @@ __device__ __forceinline__ void DenseSums(const Context<S>& c, Consumer& consume
       sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
     consumer.Clear();
-    Word* to = job.partial + ((job.TileOf(u) * job.chunks + job.ChunkOf(u)) * kRows + row) * 6 + half * 3;
-    const auto bits = [&](int i) { return __float_as_uint(sum[i]); };
-    Publish<Scope::kGpu>(to, bits(0), bits(1), bits(2), job.epoch);
-    Publish<Scope::kGpu>(to + 1, bits(3), bits(4), bits(5), job.epoch);
-    Publish<Scope::kGpu>(to + 2, bits(6), bits(7), 0, job.epoch);
+    Word* to = job.partial + ((job.TileOf(u) * job.chunks + job.ChunkOf(u)) * kRows + row) * kPairWords + half * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      Publish<Scope::kGpu>(to + i, __float_as_uint(sum[2 * i]), __float_as_uint(sum[2 * i + 1]), 0, job.epoch);
   }
 }
 
@@ -299,25 +322,16 @@ __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer
 template <int kWidth>
 __device__ __noinline__ Two FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks) {
   constexpr int kMost = 8;
-  const int lane = threadIdx.x % 32, piece = Min(lane / 3, kWidth / 8 - 1), word = lane % 3;  // piece: 8 columns
-  const Word* mine = first + piece / 2 * chunks * kRows * 6 + piece % 2 * 3 + word;
+  const int lane = Min(int(threadIdx.x % 32), kWidth / 2 - 1);
+  const Word* mine = first + lane / kPairWords * chunks * kRows * kPairWords + lane % kPairWords;
   Word w[kMost];
-  Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * 6; }, w);
-  float v[3] = {};
+  Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w);
+  Two sum = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kMost; ++i)
-#pragma unroll
-    for (int j = 0; j < 3; ++j)
-      if (i < chunks) v[j] += __uint_as_float(Register(w[i], j));
-  // Columns 2 lane and 2 lane + 1 are numbers `at` and at + 1 of piece lane / 4.
-  const int at = lane % 4 * 2, base = lane / 4 * 3;
-  const auto column = [&](int i) {
-    const float x0 = __shfl_sync(kAllLanes, v[0], base + i / 3), x1 = __shfl_sync(kAllLanes, v[1], base + i / 3),
-                x2 = __shfl_sync(kAllLanes, v[2], base + i / 3);
-    return i % 3 == 0 ? x0 : i % 3 == 1 ? x1 : x2;
-  };
-  const float a = column(at), b = column(at + 1);
-  return lane < kWidth / 2 ? Two{a, b} : Two{0.0f, 0.0f};
+    if (i < chunks)
+      sum = {sum.a + __uint_as_float(Register(w[i], 0)), sum.b + __uint_as_float(Register(w[i], 1))};
+  return threadIdx.x % 32 < kWidth / 2 ? sum : Two{0.0f, 0.0f};
 }
 
 // The same from column tile `tile` of a slice here on.
@@ -326,7 +340,7 @@ __device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int
   using D = DenseOf<S, kWhich>;
   static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
   const Word* first =
-      reinterpret_cast<const Word*>(c.Frame(D::kPartial)) + ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * 6;
+      reinterpret_cast<const Word*>(c.Frame(D::kPartial)) + ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * kPairWords;
   return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
 }
 

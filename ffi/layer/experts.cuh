@@ -53,34 +53,82 @@ struct ExpertUnit {
 
 // ---- warp 0 ----
 
+// Where a tile of those here of an expert lies; `experts` of a slice are in memory.
 template <bool kUp, bool kNvfp4, typename S>
-__device__ void StreamUnits(Context<S>& c, const RouteShared& route, Producer& producer) {
+__device__ __forceinline__ const uint8_t* ExpertTile(const uint8_t* weights, int experts, int expert, int tile) {
   using E = ExpertOf<S, kUp>;
   using P = PassOf<E::kK, kNvfp4>;
   constexpr ExpertLayout kLayout(S::kShape, kNvfp4);
-  const uint8_t* matrices = c.arrays().experts + (kUp ? kLayout.gate_up : kLayout.down);
+  return weights + (kUp ? kLayout.gate_up : kLayout.down) +
+         (int64_t(tile / E::kTiles) * experts + expert) * kLayout.bytes +
+         int64_t(tile % E::kTiles * P::kCount) * P::kBytes;
+}
+
+template <bool kUp, bool kNvfp4, typename S>
+__device__ void StreamUnits(Context<S>& c, const RouteShared& route, Producer& producer, int experts) {
+  using E = ExpertOf<S, kUp>;
+  using P = PassOf<E::kK, kNvfp4>;
+  const uint8_t* weights = c.arrays().experts;
   const UnitSpan span = UnitRange(route.visit_count, E::kUnits, c.block, c.blocks);
-  for (int u = span.begin; u < span.end; ++u) {
+  // The tiles of a unit lie together, but for those of two slices.
+  const auto tile_of = [&](int u, int i) {
     const ExpertUnit<E> at(u);
-    const int expert = route.visits[at.visit].expert;
+    return ExpertTile<kUp, kNvfp4, S>(weights, experts, route.visits[at.visit].expert, at.first + Min(i, at.count - 1));
+  };
+  constexpr bool kAlways = E::kTiles % 2 == 0;  // a unit has two tiles of one slice
+  int u = span.begin;
+  ForAddresses(
+      span.begin, span.end, [&](int i) { return tile_of(i, 0); },
+      [&](const uint8_t* first) {
+        const int tiles = kAlways ? 2 : ExpertUnit<E>(u).count;
+        const uint8_t* second = kAlways ? first + P::kCount * P::kBytes : tile_of(u, 1);
+        ++u;
 #pragma unroll 1
-    for (int pass = 0; pass < P::kCount; ++pass)
+        for (int i = 0; i < P::kCount * tiles; ++i)
+          producer.Push(c.waiter, (i % tiles ? second : first) + i / tiles * P::kBytes, P::kBytes);
+      });
+}
+
+// After `listed`: UP, then DOWN, which gives the list back. experts: of a slice, in memory.
+template <bool kUp, typename S>
+__device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& producer, int experts = S::kExperts) {
+  if (c.arrays().nvfp4)
+    StreamUnits<kUp, true>(c, route, producer, experts);
+  else
+    StreamUnits<kUp, false>(c, route, producer, experts);
+  if (!kUp && c.lane() == 0) ptx::MbarrierArrive(&route.taken);
+}
+
+// Tiles of the guessed experts, gate_up of all of them, then down; neighbours to different SMs. A pass of a tile each.
+template <bool kNvfp4, typename S>
+__device__ __forceinline__ void PrefetchTiles(const Context<S>& c) {
+  using Up = ExpertOf<S, true>;
+  using Down = ExpertOf<S, false>;
+  using P = PassOf<Up::kK, kNvfp4>;
+  const int count = c.pass().guess_count, up_tiles = count * Up::kTilesHere;
+  const int passes = (up_tiles + count * Down::kTilesHere) * P::kCount;
+  const int32_t* guesses = c.pass().guesses + int64_t(c.layer) * count;
+  const uint8_t* weights = c.arrays().experts;
 #pragma unroll 1
-      for (int tile = at.first; tile < at.first + at.count; ++tile) {
-        const uint8_t* matrix = matrices + (int64_t(tile / E::kTiles) * S::kExperts + expert) * kLayout.bytes;
-        producer.Push(c.waiter, matrix + int64_t(tile % E::kTiles * P::kCount + pass) * P::kBytes, P::kBytes);
-      }
+  for (int i = c.block + c.blocks * c.lane(); i < passes; i += 32 * c.blocks) {
+    const int at = i / P::kCount;
+    const bool up = at < up_tiles;
+    const int tile = up ? at : at - up_tiles, tiles = up ? Up::kTilesHere : Down::kTilesHere;
+    const int expert = __ldg(guesses + tile / tiles);
+    if (expert < 0 || expert >= S::kExperts) continue;
+    const uint8_t* from = up ? ExpertTile<true, kNvfp4, S>(weights, S::kExperts, expert, tile % tiles)
+                             : ExpertTile<false, kNvfp4, S>(weights, S::kExperts, expert, tile % tiles);
+    ptx::CpAsyncBulkPrefetchL2(from + i % P::kCount * P::kBytes, P::kBytes);
   }
 }
 
-// One thread, after `listed`: UP, then DOWN, which gives the list back.
-template <bool kUp, typename S>
-__device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& producer) {
+// Into L2, before the list is there: the experts that may be hit (Pass::guesses) in the layer at hand.
+template <typename S>
+__device__ __forceinline__ void PrefetchExperts(const Context<S>& c) {
   if (c.arrays().nvfp4)
-    StreamUnits<kUp, true>(c, route, producer);
+    PrefetchTiles<true>(c);
   else
-    StreamUnits<kUp, false>(c, route, producer);
-  if (!kUp) ptx::MbarrierArrive(&route.taken);
+    PrefetchTiles<false>(c);
 }
 
 // ---- MMA warps ----
@@ -93,11 +141,11 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
   using P = PassOf<E::kK, kNvfp4>;
   constexpr int kWords = RecordWords(E::kWidth), kRegs = RecordRegisters(E::kWidth);
   constexpr int kOfPass = P::kRangeK / E::kWidth, kRecords = P::kCount * kOfPass;
-  constexpr int kBatch = Min(kRecords, kWords == 1 ? 8 : 4);  // records on their way at once
+  constexpr int kBatch = Min(kRecords, kWords == 1 ? 16 : 4);  // records on their way at once
   static_assert(P::kRangeK % E::kWidth == 0 && kRecords % kBatch == 0, "a warp's range is made of whole records");
   const int warp = c.warp - kFirstMmaWarp, column = c.lane() / 4;
-  const bool wanted = column < visit.count && warp < P::kActive;
-  const int pair = visit.pairs[column < visit.count ? column : 0];  // lanes without a pair keep step with the others
+  const bool wanted = column < visit.count;
+  const int pair = visit.pairs[wanted ? column : 0];
   uint8_t* frame = c.Frame(E::kInput);
   if (warp >= P::kActive) {
 #pragma unroll
@@ -115,10 +163,10 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
           return RecordAt<E::kWidth>(frame, block * E::kCount + (kUp ? pair / S::kTopK : pair)) +
                  c.lane() % 4 * kWords + i % kWords;
         },
-        w);
+        w, wanted);
 #pragma unroll
     for (int i = 0; i < kBatch * kRegs; ++i)
-      b[first * kRegs + i] = wanted ? Register(w[i / kRegs * kWords + i % kRegs / 3], i % kRegs % 3) : 0;
+      b[first * kRegs + i] = Register(w[i / kRegs * kWords + i % kRegs / 3], i % kRegs % 3);
   }
 }
 
@@ -178,42 +226,54 @@ __device__ __forceinline__ void MultiplyCodes(float (&d)[4], uint32_t w, uint32_
 }
 
 // Scale fields of steps 0 and 1 of a word -> bf16 in its halves. Steps 2 and 3: the same of the bytes swapped.
-__device__ __forceinline__ uint32_t ScalesOf(uint32_t w) { return (w & 0x0FF00FF0u) | 0x70007000u; }
+__device__ __forceinline__ uint32_t ScalesOf(uint32_t w) { return ptx::AndOr(w, 0x0FF00FF0u, 0x70007000u); }
 __device__ __forceinline__ uint32_t LaterScalesOf(uint32_t w) { return ScalesOf(__byte_perm(w, 0, 0x2301)); }
 
-// One range of a row tile: d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2.
-template <int kK>
+// One range of a row tile: d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2. The stage is given back
+// (done) once it is in registers.
+template <int kK, typename Done>
 __device__ __forceinline__ void MultiplyNvfp4Tile(const uint8_t* stage, int range, int lane,
-                                                  const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4]) {
+                                                  const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4],
+                                                  const Done& done) {
   constexpr int kTiles = PassOf<kK, true>::kRangeK / 64;
   const uint8_t* codes = stage + range * kTiles * 512 + lane * 16;
   const uint8_t* scales = stage + kK / 64 * 512 + range * kTiles * 64 + lane / 4 * 8;
+  uint4 w[kTiles];
+  uint2 s[kTiles];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    w[i] = *reinterpret_cast<const uint4*>(codes + i * 512);
+    s[i] = *reinterpret_cast<const uint2*>(scales + i * 64);
+  }
+  done();
   float later[4] = {};
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    const uint4 w = *reinterpret_cast<const uint4*>(codes + i * 512);
-    const uint2 s = *reinterpret_cast<const uint2*>(scales + i * 64);
-    const uint32_t upper = ScalesOf(s.x), lower = ScalesOf(s.y);
-    const uint32_t later_upper = LaterScalesOf(s.x), later_lower = LaterScalesOf(s.y);
-    MultiplyCodes<0>(d, w.x, upper, lower, b[8 * i], b[8 * i + 1]);
-    MultiplyCodes<1>(later, w.y, upper, lower, b[8 * i + 2], b[8 * i + 3]);
-    MultiplyCodes<0>(d, w.z, later_upper, later_lower, b[8 * i + 4], b[8 * i + 5]);
-    MultiplyCodes<1>(later, w.w, later_upper, later_lower, b[8 * i + 6], b[8 * i + 7]);
+    const uint32_t upper = ScalesOf(s[i].x), lower = ScalesOf(s[i].y);
+    const uint32_t later_upper = LaterScalesOf(s[i].x), later_lower = LaterScalesOf(s[i].y);
+    MultiplyCodes<0>(d, w[i].x, upper, lower, b[8 * i], b[8 * i + 1]);
+    MultiplyCodes<1>(later, w[i].y, upper, lower, b[8 * i + 2], b[8 * i + 3]);
+    MultiplyCodes<0>(d, w[i].z, later_upper, later_lower, b[8 * i + 4], b[8 * i + 5]);
+    MultiplyCodes<1>(later, w[i].w, later_upper, later_lower, b[8 * i + 6], b[8 * i + 7]);
   }
 #pragma unroll
   for (int r = 0; r < 4; ++r) d[r] = d[r] + later[r];
 }
 
 // The same of a bf16 tile, whose pass has the first registers.
-template <int kK>
+template <int kK, typename Done>
 __device__ __forceinline__ void MultiplyBf16Tile(const uint8_t* stage, int range, int lane,
-                                                 const uint32_t (&b)[PassOf<kK, false>::kRegisters], float (&d)[4]) {
+                                                 const uint32_t (&b)[PassOf<kK, false>::kRegisters], float (&d)[4],
+                                                 const Done& done) {
   constexpr int kSteps = PassOf<kK, false>::kRangeK / 16;
   const uint8_t* tiles = stage + range * kSteps * 512 + lane * 16;
+  uint4 w[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) w[i] = *reinterpret_cast<const uint4*>(tiles + i * 512);
+  done();
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    const uint4 w = *reinterpret_cast<const uint4*>(tiles + i * 512);
-    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    const uint32_t a[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
     ptx::MmaM16N8K16Bf16(d, a, b[2 * i], b[2 * i + 1]);
   }
 }
@@ -240,13 +300,13 @@ __device__ __forceinline__ void MultiplyUnit(Waiter waiter, Consumer& consumer, 
     for (int tile = 0; tile < tiles; ++tile) {
       float d[4] = {};
       const uint8_t* stage = consumer.Wait(waiter);
-      if (warp < P::kActive) {
-        if constexpr (kNvfp4)
-          MultiplyNvfp4Tile<kK>(stage, warp, lane, b, d);
-        else
-          MultiplyBf16Tile<kK>(stage, warp, lane, b, d);
-      }
-      consumer.Release();
+      const auto done = [&] { consumer.Release(); };
+      if (warp >= P::kActive)
+        done();
+      else if constexpr (kNvfp4)
+        MultiplyNvfp4Tile<kK>(stage, warp, lane, b, d, done);
+      else
+        MultiplyBf16Tile<kK>(stage, warp, lane, b, d, done);
       if (tile == 0) partial = consumer.Enter(waiter);
       StoreTile(partial, tile, lane, d);
     }

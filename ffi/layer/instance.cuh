@@ -3,6 +3,7 @@
 
 #include "layer/layer.cuh"
 #include "layer/layer.h"
+#include "layer/phases.h"
 
 namespace musejax::layer {
 
@@ -21,7 +22,8 @@ template <typename S>
 cudaError_t Launch(const PassParams& pass, int blocks, cudaStream_t stream) {
   static_assert(sizeof(Shared<S>) <= 232448, "shared memory of an SM");
   static_assert(sizeof(PassParams) <= 32764, "kernel parameters");
-  static const cudaError_t ready =
+  // Of the current device, so at every launch.
+  const cudaError_t ready =
       cudaFuncSetAttribute(Layers<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(Shared<S>)));
   if (ready != cudaSuccess) return ready;
   Layers<S><<<blocks, kThreads, sizeof(Shared<S>), stream>>>(pass);
@@ -30,8 +32,8 @@ cudaError_t Launch(const PassParams& pass, int blocks, cudaStream_t stream) {
 
 template <typename S>
 Instance MakeInstance() {
-  return {S::kHidden,  S::kHeads, S::kKvHeads,    S::kHeadDim,   S::kMoe,   S::kInner,
-          S::kExperts, S::kTopK,  S::kSlicesHere, FrameBytes<S>, Launch<S>, MinBlocks<S>};
+  return {S::kHidden, S::kHeads,      S::kKvHeads,    S::kHeadDim,   S::kMoe,   S::kInner,      S::kExperts,
+          S::kTopK,   S::kSlicesHere, kDenseUnits<S>, FrameBytes<S>, Launch<S>, LaunchPhase<S>, MinBlocks<S>};
 }
 
 }  // namespace musejax::layer

@@ -30,12 +30,17 @@ const Instance* FindInstance(const Shape& s, int64_t top_k, int64_t slices) {
 namespace {
 
 std::mutex mutex;
-std::map<std::array<int64_t, 3>, Workspace> workspaces;  // (device, instance, max_units)
+std::map<std::array<int64_t, 3>, Workspace> workspaces;            // (device, instance, max_units)
+std::map<std::array<int64_t, 2>, std::vector<int32_t>> schedules;  // (instance, blocks)
 uint64_t spin_budget_ns = ptx::kSpinBudgetNs;
 
 void Check(cudaError_t error, const char* what) {
   if (error != cudaSuccess)
     throw std::runtime_error(std::string("layers: ") + what + " failed: " + cudaGetErrorString(error));
+}
+
+cudaError_t WriteSchedule(const Workspace& w, const std::vector<int32_t>& spans) {
+  return cudaMemcpy(w.schedule, spans.data(), 4 * spans.size(), cudaMemcpyHostToDevice);
 }
 
 size_t FrameBytes(const Instance& instance, int max_units) { return 2 * size_t(instance.frame_bytes(max_units)); }
@@ -57,6 +62,37 @@ std::vector<uint64_t> Stamps() {
   return out;
 }
 
+void SetSchedule(int instance, int blocks, const std::vector<int32_t>& spans) {
+  const auto require = [](bool fits, const std::string& what, const std::string& expected, const std::string& got) {
+    if (!fits)
+      throw std::invalid_argument("set_schedule: expected " + expected + ", got " + got + " (argument " + what + ")");
+  };
+  const auto text = [](int64_t x) { return std::to_string(x); };
+  const int64_t count = int64_t(Instances().size()), numbers = int64_t(spans.size());
+  require(instance >= 0 && instance < count, "instance", "0 to " + text(count - 1), text(instance));
+  require(blocks >= 1 && numbers == int64_t(2) * kDenseGemms * blocks, "spans",
+          text(2 * kDenseGemms) + " numbers for each of " + text(blocks) + " SMs", text(numbers));
+  for (int64_t i = 0; i < numbers; i += 2) {
+    const int64_t gemm = i / 2 % kDenseGemms, units = Instances()[instance].dense_units[gemm];
+    require(0 <= spans[i] && spans[i] <= spans[i + 1] && spans[i + 1] <= units, "spans",
+            "0 <= begin <= end <= " + text(units) + " for GEMM " + text(gemm) + " on SM " + text(i / 2 / kDenseGemms),
+            text(spans[i]) + " and " + text(spans[i + 1]));
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  schedules[{instance, blocks}] = spans;
+  for (const auto& [key, w] : workspaces)
+    if (key[1] == instance && w.blocks == blocks) Check(WriteSchedule(w, spans), "cudaMemcpy");
+}
+
+std::vector<int> Multiprocessors() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) return {};
+  std::vector<int> out(devices);
+  for (int i = 0; i < devices; ++i)
+    Check(cudaDeviceGetAttribute(&out[i], cudaDevAttrMultiProcessorCount, i), "cudaDeviceGetAttribute");
+  return out;
+}
+
 const Workspace& WorkspaceOf(const Instance& instance, int64_t slots) {
   const int64_t max_units = MaxUnits(int(slots));
   int device = 0;
@@ -71,12 +107,20 @@ const Workspace& WorkspaceOf(const Instance& instance, int64_t slots) {
     if (w.blocks < instance.min_blocks())
       throw std::runtime_error("layers: expected a GPU with at least " + std::to_string(instance.min_blocks()) +
                                " multiprocessors, got " + std::to_string(w.blocks));
+    const auto schedule = schedules.find({at->first[1], w.blocks});
+    if (schedule == schedules.end())
+      throw std::runtime_error("layers: expected a schedule of dense units for hidden " +
+                               std::to_string(instance.hidden) + ", top_k " + std::to_string(instance.top_k) + ", " +
+                               std::to_string(instance.slices) + " slices on " + std::to_string(w.blocks) +
+                               " multiprocessors, got none: set_schedule registers one, musejax.ffi.library calls it");
+    Check(cudaMalloc(&w.schedule, 4 * schedule->second.size()), "cudaMalloc");
     Check(cudaMalloc(&w.frames, FrameBytes(instance, w.max_units)), "cudaMalloc");
     Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 2)), "cudaMalloc");
     w.abort = w.epochs + w.blocks, w.budget = w.abort + 1;
     Check(cudaMemset(w.frames, 0, FrameBytes(instance, w.max_units)), "cudaMemset");
     Check(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)), "cudaMemset");
     Check(WriteBudget(w), "cudaMemcpy");
+    Check(WriteSchedule(w, schedule->second), "cudaMemcpy");
 #if defined(MUSEJAX_LAYER_STAMPS)
     Check(cudaMalloc(&w.stamps, StampBytes(w)), "cudaMalloc");
     newest = &w;

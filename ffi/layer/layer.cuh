@@ -51,12 +51,12 @@ enum : int {
   kSquaresX,
   kX,
   kRouterSums,
-  kPoolerSums,
   kScores,
+  kPoolerSums,
   kP,
-  kH,
   kChosen,
   kListed,
+  kH,
   kUpSums,
   kDownSums,
   kM,
@@ -66,32 +66,44 @@ enum : int {
 };
 }
 
+// Parts of a layer's weight stream, in order of time. Warp 0 notes two numbers at the end of each: the time, and for how
+// long the part had to wait, for a free stage of the ring or for the list of visits.
+namespace Part {
+enum : int { kKeys, kOutPooler, kList, kUp, kDown, kUnpooler, kQkvg };
+}
+
 // By all threads; ends with a block barrier.
 template <typename S>
 __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Shared<S>& shared) {
   const int warp = threadIdx.x / 32, block = blockIdx.x;
+  const int32_t* state = params.state;  // null in phases for which all rows are alike
   InitBuffers(shared.buffers);
   InitRoute(shared.route);
   for (int i = threadIdx.x; i < int(sizeof(Pass) / 8); i += kThreads)
     reinterpret_cast<uint64_t*>(shared.pass)[i] =
         reinterpret_cast<const uint64_t*>(static_cast<const Pass*>(&params))[i];
+  if (threadIdx.x < kDenseGemms) {
+    const int32_t* span = params.schedule + 2 * (block * kDenseGemms + threadIdx.x);
+    reinterpret_cast<BlockPass*>(shared.pass)->dense[threadIdx.x] = {span[0], span[1]};
+  }
   Context<S>& c = *reinterpret_cast<Context<S>*>(shared.contexts[warp]);
   if (threadIdx.x % 32 == 0) {
     shared.where[warp] = {params.error, params.abort, *params.budget, params.rank, block, warp};
     new (&c) Context<S>{params.layers,
                         {&shared.where[warp]},
-                        params.layers[0],
+                        {},
                         warp,
                         block,
                         int(gridDim.x),
-                        Clamp(params.state[1], 0, params.rows),
-                        Max(params.state[0], 0),
-                        Clamp(params.state[2], 0, Min(kRows, Max(params.state[0], 0))),
+                        state ? Clamp(state[1], 0, params.rows) : params.rows,
+                        state ? Max(state[0], 0) : 0,
+                        state ? Clamp(state[2], 0, Min(kRows, Max(state[0], 0))) : 0,
                         0,
                         params.epochs[block] + 1,
                         !params.first};
   }
   __syncthreads();
+  c.Fetch(0);
   return c;
 }
 
@@ -100,41 +112,50 @@ __device__ __forceinline__ bool RunsWhole(const Context<S>& c) {
   return c.pass().last || c.layer + 1 < c.pass().count_layers;
 }
 
-// From one layer to the next: what is written from here on belongs to the next epoch.
-template <typename S>
-__device__ __forceinline__ void NextLayer(Context<S>& c) {
-  c.GoTo(c.layer + 1, c.epoch + 1, false);
-}
-
 // ---- warp 0 ----
+
+template <typename S>
+__device__ __forceinline__ void EndPart(const Context<S>& c, Producer& producer, int part) {
+  Stamp(c, 2 * part);
+  Note(c, 2 * part + 1, producer.blocked);
+  producer.blocked = 0;
+}
 
 template <typename S>
 __device__ void Stream(Context<S>& c, Shared<S>& shared) {
   Producer producer{{}, ptx::CreatePolicyEvictFirst()};
-  const bool pushes = c.lane() == 0;
   c.waiter.At(c.layer, kStream);
-  if (pushes) PrefetchSmall(c, 0);
-  if (pushes && c.pass().first) StreamDense(c, producer, Dense::kQkvg);
-  for (int n = 0; RunsWhole(c); ++n) {
-    bool listed = true;
-    if (pushes) {
-      PrefetchRouter(c);
-      if (c.layer + 1 < c.pass().count_layers) PrefetchSmall(c, c.layer + 1);
-      StreamHistory(c, producer);
-      StreamDense(c, producer, Dense::kOut);
-      StreamDense(c, producer, Dense::kPooler);
-      listed = WaitBarrier(c.waiter, &shared.route.listed, n & 1);
-    }
-    if (pushes && listed) {
-      StreamExperts<true>(c, shared.route, producer);
-      StreamExperts<false>(c, shared.route, producer);
-      StreamDense(c, producer, Dense::kUnpooler);
-    }
-    if (!__shfl_sync(kAllLanes, listed, 0) || c.layer + 1 == c.pass().count_layers) break;
-    NextLayer(c);
-    if (pushes) StreamDense(c, producer, Dense::kQkvg);
+  PrefetchSmall(c, 0);
+  bool ahead = c.pass().first;  // the heads of the layer at hand are not streamed yet
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    if (ahead) StreamDense(c, producer, Dense::kQkvg);
+    EndPart(c, producer, Part::kQkvg);
+    if (!RunsWhole(c)) break;
+    const bool more = c.layer + 1 < c.pass().count_layers;
+    c.Fetch(c.layer + 1);
+    PrefetchRouter(c);
+    PrefetchExperts(c);
+    if (more) PrefetchSmall(c, c.layer + 1);
+    StreamHistory(c, producer);
+    EndPart(c, producer, Part::kKeys);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) StreamDense(c, producer, i ? Dense::kPooler : Dense::kOut);
+    EndPart(c, producer, Part::kOutPooler);
+    if (!__all_sync(kAllLanes, WaitBarrier(c.waiter, &shared.route.listed, n & 1))) break;
+    EndPart(c, producer, Part::kList);
+    StreamExperts<true>(c, shared.route, producer);
+    EndPart(c, producer, Part::kUp);
+    StreamExperts<false>(c, shared.route, producer);
+    EndPart(c, producer, Part::kDown);
+    StreamDense(c, producer, Dense::kUnpooler);
+    EndPart(c, producer, Part::kUnpooler);
+    if (!more) break;
+    PrefetchDense(c, Dense::kQkvg, c.layer + 1);
+    c.NextLayer();
+    ahead = true;
   }
-  if (pushes) producer.Drain();
+  producer.Drain();
 }
 
 // ---- warps 1 to 11 ----
@@ -184,17 +205,16 @@ __device__ __forceinline__ void BeforeRouter(Context<S>& c, Shared<S>& shared) {
 // p and scores -> m, by the experts.
 template <typename S>
 __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
-  FinishRouter(c);
-  Stamp(c, Point::kScores);
   FinishPooler(c);
   Stamp(c, Point::kP);
   c.waiter.At(c.layer, kRouting);
-  NormExperts(c);
-  Stamp(c, Point::kH);
   ChooseExperts(c, shared.route);
   Stamp(c, Point::kChosen);
   ListVisits(c, shared.route);  // a barrier: every row's attention is over
   Stamp(c, Point::kListed);
+  NormExperts(c);
+  Stamp(c, Point::kH);
+  AwaitList();
 #pragma unroll 1
   for (int down = 0; down < 2; ++down) {
     c.waiter.At(c.layer, down ? kDown : kUp);
@@ -247,7 +267,12 @@ __device__ __forceinline__ void After(Context<S>& c, Shared<S>& shared, Consumer
     FinishHeads(c, !RunsWhole(c));
     Stamp(c, Point::kHeads);
   }
+  if (which == Dense::kRouter) {
+    FinishRouter(c);
+    Stamp(c, Point::kScores);
+  }
   if (which == Dense::kPooler) AfterPooler(c, shared, consumer);
+  if (which == Dense::kOut) c.Fetch(c.layer + 1);
   if (which == Dense::kOut || which == Dense::kUnpooler) AfterBranch(c, shared, which);
 }
 
@@ -266,7 +291,7 @@ __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
       if (which == Dense::kQkvg && !RunsWhole(c)) break;
       if (which == Dense::kUnpooler) {
         if (c.layer + 1 == c.pass().count_layers) break;
-        NextLayer(c);
+        c.NextLayer();
       }
       which = NextDense(which);
     }
@@ -275,8 +300,9 @@ __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
   StoreStream(c, shared.residual, c.pass().stream);
 }
 
+// The kernel's body.
 template <typename S>
-__global__ void __launch_bounds__(kThreads, 1) Layers(const __grid_constant__ PassParams params) {
+__device__ __forceinline__ void RunLayers(const PassParams& params) {
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(ptx::DynamicShared());
   Context<S>& c = BeginPass(params, shared);
   if (c.warp > 0)
@@ -286,6 +312,11 @@ __global__ void __launch_bounds__(kThreads, 1) Layers(const __grid_constant__ Pa
   __syncwarp();
   if (c.lane() == 0) c.waiter.Report();
   if (threadIdx.x == 32) params.epochs[blockIdx.x] = c.epoch;
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads, 1) Layers(const __grid_constant__ PassParams params) {
+  RunLayers<S>(params);
 }
 
 }  // namespace musejax::layer

@@ -3,21 +3,26 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
 #include "common/layout.h"
+#include "layer/sizes.h"
 
 namespace musejax::layer {
 
-struct PassParams;  // context.cuh
-struct ErrorBlock;  // words.cuh
+struct PassParams;   // context.cuh
+struct PhaseParams;  // phases.h
+struct ErrorBlock;   // words.cuh
 
 // Sizes of one instance (Sizes in sizes.h).
 struct Instance {
   int hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, slices;
-  int64_t (*frame_bytes)(int max_units);  // of one parity
+  std::array<int, kDenseGemms> dense_units;  // of a rank, in the order of enum Dense
+  int64_t (*frame_bytes)(int max_units);     // of one parity
   cudaError_t (*launch)(const PassParams& pass, int blocks, cudaStream_t stream);
+  cudaError_t (*launch_phase)(const PhaseParams& params, int blocks, cudaStream_t stream);
   int (*min_blocks)();  // fewer cannot hold the residual stream
 };
 
@@ -25,15 +30,24 @@ const std::vector<Instance>& Instances();
 // The instance of a model for a rank of `slices` slices, null if there is none.
 const Instance* FindInstance(const Shape& shape, int64_t top_k, int64_t slices);
 
-// What a launch needs beside its operands: frames, epochs, abort flag; one per device, instance and capacity, made on
-// first use (not while a graph is captured) and kept for the life of the process.
+// From now on launches of Instances()[instance] on GPUs of `blocks` SMs run these units of the dense GEMMs; no such
+// launch may be running. Only shape and ranges are checked: musejax/kernels/schedule.py makes and checks schedules.
+//   spans: [blocks][kDenseGemms][2], units begin .. end - 1 of each GEMM
+// Throws std::invalid_argument, or std::runtime_error with the CUDA error.
+void SetSchedule(int instance, int blocks, const std::vector<int32_t>& spans);
+// SMs of each GPU here; empty without one.
+std::vector<int> Multiprocessors();
+
+// What a launch needs beside its operands: schedule, frames, epochs, abort flag; one per device, instance and capacity,
+// made on first use (not while a graph is captured) and kept for the life of the process.
 struct Workspace {
+  int32_t* schedule;
   uint8_t* frames;
   uint32_t *epochs, *abort, *budget;
   uint64_t* stamps;  // null in builds without MUSEJAX_LAYER_STAMPS
   int blocks, max_units;
 };
-// Throws std::runtime_error with the CUDA error.
+// Throws std::runtime_error with the CUDA error, or if no schedule was set.
 const Workspace& WorkspaceOf(const Instance& instance, int64_t slots);
 
 // Where kernels of this process report a wait that did not end; mapped to all devices.

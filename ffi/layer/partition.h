@@ -24,10 +24,18 @@ struct UnitSpan {
   int begin, end;
 };
 
-// The part of one SM of visits * units_per_visit units: contiguous, and balanced to one unit.
+inline constexpr int kVisitCost = 1;  // what an SM pays for a visit's activations, in units
+
+// Where the part of SM `block` of visits * units_per_visit units begins.
+MUSEJAX_FN constexpr int UnitBegin(int visits, int units_per_visit, int block, int blocks) {
+  const int each = units_per_visit + kVisitCost, at = int(int64_t(visits) * each * block / blocks);
+  const int into = at % each - kVisitCost;
+  return at / each * units_per_visit + (into > 0 ? into : 0);
+}
+// The part of one SM: contiguous; its units, plus kVisitCost for each visit that begins in it, are its even share to
+// kVisitCost + 1.
 MUSEJAX_FN constexpr UnitSpan UnitRange(int visits, int units_per_visit, int block, int blocks) {
-  const int64_t units = int64_t(visits) * units_per_visit;
-  return {int(units * block / blocks), int(units * (block + 1) / blocks)};
+  return {UnitBegin(visits, units_per_visit, block, blocks), UnitBegin(visits, units_per_visit, block + 1, blocks)};
 }
 
 MUSEJAX_FN int Popcount(uint32_t x) {

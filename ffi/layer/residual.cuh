@@ -18,7 +18,7 @@ template <typename S, typename Task>
 __device__ __forceinline__ void ForResidual(const Context<S>& c, float* residual, const Task& task) {
   int owned = 0;
   for (int j = c.block; j < S::kHiddenBlocks; j += c.blocks, ++owned)
-    for (int row = c.warp - 1; row < kRows; row += kRowWarps)
+    for (int row = c.Turn(); row < kRows; row += kRowWarps)
       task(j, row, reinterpret_cast<Two*>(residual + (owned * kRows + row) * S::kHiddenBlock) + c.lane());
 }
 
@@ -125,12 +125,13 @@ __device__ __noinline__ void GiveCredit(const Context<S>& c) {
   if (c.warp == 1 && c.lane() == 0)
     PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(Frames<S>::credits)) + c.block, 0.0f, c.epoch);
 }
+// Of the SMs that own nothing of S: the others' sums of squares, which are sent after their credits, say the same.
 template <typename S>
 __device__ __noinline__ void AwaitCredits(const Context<S>& c) {
   InShared(c);
   const uint64_t* credits = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::credits));
 #pragma unroll 1
-  for (int i = 0; i < c.blocks; i += 32)
+  for (int i = S::kHiddenBlocks; i < c.blocks; i += 32)
     ReceiveFloat(c.waiter, c.epoch, credits + Min(i + c.lane(), c.blocks - 1));
 }
 
@@ -146,7 +147,7 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
   c.ForTasks(S::kHiddenBlocksHere * kRows, [&](int task) {
     const int row = task % kRows, at = task / kRows, slice = at / kBlocks, block = at % kBlocks;
     const Word* first =
-        reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * 6;
+        reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * kPairWords;
     const Two v = Rounded(FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks));
     Two n = v;
     if (gamma) {
@@ -184,6 +185,7 @@ __device__ __noinline__ void FinishPooler(const Context<S>& c) {
   });
 }
 
+// By warps that do not multiply first, since the pooler's units are still to come.
 template <typename S>
 __device__ __noinline__ void FinishRouter(const Context<S>& c) {
   InShared(c);
@@ -202,7 +204,7 @@ __device__ __noinline__ void FinishRouter(const Context<S>& c) {
           PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], c.epoch);
       }
     });
-  });
+  }, 1);
 }
 
 // r(rms(x)), then rotated: pairs (i, i + 32).

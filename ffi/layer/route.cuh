@@ -48,41 +48,72 @@ __device__ __forceinline__ uint32_t RankOf(float biased) {
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// The choices of one row, slot j in lane j. Whatever the scores, experts are distinct and exist.
+// The best of experts kFirst to kFirst + kCount - 1 of a lane, the first of equals; a tree, for the sake of latency.
+struct BestExpert {
+  uint32_t rank;
+  int at;
+  float score;
+};
+template <int kFirst, int kCount, int kEach>
+__device__ __forceinline__ BestExpert BestOf(const uint32_t (&rank)[kEach], const float (&score)[kEach]) {
+  if constexpr (kCount == 1) {
+    return {rank[kFirst], kFirst, score[kFirst]};
+  } else {
+    const BestExpert a = BestOf<kFirst, kCount / 2>(rank, score);
+    const BestExpert b = BestOf<kFirst + kCount / 2, kCount - kCount / 2>(rank, score);
+    return b.rank > a.rank ? b : a;
+  }
+}
+
+// Of rows that choose among kEach experts a lane, side by side.
 template <typename S>
-__device__ Choice ChooseForRow(Context<S>& c, int row) {
-  constexpr int kEach = (S::kExperts + 31) / 32;  // experts of a lane
+inline constexpr int kExpertsOfLane = (S::kExperts + 31) / 32;
+template <typename S>
+__device__ __forceinline__ int ExpertOfLane(int i) {
+  return Min(int(threadIdx.x % 32) * kExpertsOfLane<S> + i, S::kExperts - 1);
+}
+
+// Scores of two rows at once; a row that is not to choose gets those of the other.
+template <typename S>
+__device__ __forceinline__ void ReceiveScores(Context<S>& c, const int (&row)[2],
+                                              float (&score)[2][kExpertsOfLane<S>]) {
+  constexpr int kEach = kExpertsOfLane<S>, kAtOnce = kEach % 2 == 0 ? 2 : 1;  // ReceiveFloats takes pairs side by side
+  const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores));
+#pragma unroll
+  for (int first = 0; first < 2; first += kAtOnce) {
+    float x[kAtOnce * kEach];
+    ReceiveFloats(
+        c.waiter, c.epoch,
+        [&](int i) { return scores + row[first + i / kEach] * S::kExperts + ExpertOfLane<S>(i % kEach); }, x);
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kEach; ++i) score[first + i / kEach][i % kEach] = x[i];
+  }
+}
+
+// The choices of a row, slot j in lane j. Whatever the scores, experts are distinct and exist.
+template <typename S>
+__device__ __forceinline__ Choice ChooseForRow(Context<S>& c, const float (&score)[kExpertsOfLane<S>],
+                                               const float (&bias)[kExpertsOfLane<S>]) {
+  constexpr int kEach = kExpertsOfLane<S>;
   const Model& m = c.pass().model;
-  const float* bias = c.arrays().small + SmallOf(c).router_bias;
-  // Experts of a lane, ascending: two side by side in each 64, or one in each 32.
-  const auto number = [&](int i) { return kEach % 2 == 0 ? 2 * c.lane() + i % 2 + i / 2 * 64 : c.lane() + 32 * i; };
-  const auto expert = [&](int i) { return Min(number(i), S::kExperts - 1); };
-  float score[kEach];
   uint32_t rank[kEach];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) rank[i] = Bits(__ldg(bias + expert(i)));
-  const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores)) + row * S::kExperts;
-  ReceiveFloats(c.waiter, c.epoch, [&](int i) { return scores + expert(i); }, score);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    rank[i] = number(i) < S::kExperts ? RankOf(score[i] + Bits(rank[i])) : 0;  // 0: not to be had
+  for (int i = 0; i < kEach; ++i)  // 0: not to be had
+    rank[i] = c.lane() * kEach + i < S::kExperts ? RankOf(score[i] + bias[i]) : 0;
 
   Choice mine{S::kExperts, 0.0f};
   float total = 0.0f;
 #pragma unroll 1
   for (int slot = 0; slot < S::kTopK; ++slot) {
-    uint32_t best = 0, at = ~0u;
+    // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
+    const BestExpert best = BestOf<0, kEach>(rank, score);
+    const uint32_t top = __reduce_max_sync(kAllLanes, best.rank);
+    const int winner = (__ffs(int(__ballot_sync(kAllLanes, best.rank == top))) - 1) & 31;
+    const float taken = __shfl_sync(kAllLanes, best.score, winner);
+    const int id = Min(__shfl_sync(kAllLanes, c.lane() * kEach + best.at, winner), S::kExperts - 1);
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (rank[i] > best) best = rank[i], at = number(i);
-    const uint32_t top = __reduce_max_sync(kAllLanes, best);
-    const int id = int(__reduce_min_sync(kAllLanes, best == top ? at : ~0u));  // ties: the lower id
-    float taken = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (number(i) == id) rank[i] = 0, taken = score[i];
-    taken = __shfl_sync(kAllLanes, taken, kEach % 2 == 0 ? id % 64 / 2 : id % 32);
+      if (c.lane() * kEach + i == id) rank[i] = 0;
     total = total + taken;
     if (c.lane() == slot) mine = {id, taken};
   }
@@ -90,15 +121,26 @@ __device__ Choice ChooseForRow(Context<S>& c, int row) {
   return mine;
 }
 
-// Row warps of every SM: ids and weights of all rows into `route`, and of the pass into pass.ids. Then ListVisits.
+// Row warps of every SM, one row or two each: ids and weights into `route`, and of the pass into pass.ids. Not by the
+// first of them, which finishes the pooler. Then ListVisits.
 template <typename S>
 __device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
   InShared(c);
   InShared(route);
+  constexpr int kEach = kExpertsOfLane<S>, kChoosers = kRowWarps - 1;
+  static_assert(kRows <= 2 * kChoosers, "two rows a warp");
+  if (c.Turn() == 0) return;
+  const int first = c.Turn() - 1, second = first + kChoosers;
+  float score[2][kEach], bias[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) bias[i] = __ldg(c.arrays().small + SmallOf(c).router_bias + ExpertOfLane<S>(i));
+  if (first < c.valid) ReceiveScores(c, {first, second < c.valid ? second : first}, score);
 #pragma unroll 1
-  for (int row = c.warp - 1; row < kRows; row += kRowWarps) {
+  for (int row = first; row < kRows; row += kChoosers) {
     Choice choice{S::kExperts, 0.0f};
-    if (row < c.valid) choice = ChooseForRow(c, row);
+    if (row < c.valid) choice = ChooseForRow(c, score[0], bias);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) score[0][i] = score[1][i];
     if (c.lane() >= S::kTopK) continue;
     route.ids[row][c.lane()] = int16_t(choice.expert);
     route.weights[row][c.lane()] = choice.weight;
@@ -111,9 +153,9 @@ __device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
 
 // ---- visits ----
 
-// The first warps, one thread a pair.
+// Warps that do not multiply, one thread a pair.
 template <typename S>
-__device__ void WriteVisits(Context<S>& c, RouteShared& route, int list) {
+__device__ __forceinline__ void WriteVisits(Context<S>& c, RouteShared& route, int list) {
   constexpr int kWords = (S::kExperts + 31) / 32;
   const uint32_t* hits = route.hits[list % 2];
   VisitMasks<kWords> masks;
@@ -123,31 +165,34 @@ __device__ void WriteVisits(Context<S>& c, RouteShared& route, int list) {
     masks.one[i] = __ballot_sync(kAllLanes, visits >= 1), masks.two[i] = __ballot_sync(kAllLanes, visits >= 2);
   }
   WaitBarrier(c.waiter, &route.taken, (list + 1) % 2);
-  const int pair = threadIdx.x - 32, row = pair / S::kTopK;
-  const int expert = pair < S::kPairs ? route.ids[row][pair % S::kTopK] : S::kExperts;
-  if (expert < S::kExperts) {
+#pragma unroll 1
+  for (int pair = int(threadIdx.x) - 32; pair < S::kPairs; pair += 32 * kAdders) {
+    const int row = pair / S::kTopK, expert = route.ids[row][pair % S::kTopK];
+    if (expert >= S::kExperts) continue;
     const PairPlace place = PlaceOf(hits[expert], row);
     Visit& visit = route.visits[VisitsBelow(masks, expert) + place.visit];
     visit.pairs[place.column] = uint8_t(pair);
     if (place.column == 0) visit.expert = int16_t(expert), visit.count = int16_t(place.count);
   }
-  if (pair == 0) route.visit_count = VisitsBelow(masks, 32 * kWords);
+  if (threadIdx.x == 32) route.visit_count = VisitsBelow(masks, 32 * kWords);
 }
 
-// Row warps, after ChooseExperts: the list of visits, and `listed` (phase n is list n of the launch) for warp 0.
+// Row warps, after ChooseExperts: warps that do not multiply list the visits, and tell warp 0 by `listed` (phase n is
+// list n of the launch); the others need the list only after AwaitList.
 template <typename S>
 __device__ __noinline__ void ListVisits(Context<S>& c, RouteShared& route) {
   InShared(c);
   InShared(route);
-  const int list = route.lists;
+  const int list = route.lists, thread = int(threadIdx.x) - 32;
   ptx::BarSync(1, 32 * kRowWarps);
-  const int thread = threadIdx.x - 32;
-  if (32 * (c.warp - 1) < S::kPairs) WriteVisits(c, route, list);
-  for (int i = thread; i < kMostExperts; i += 32 * kRowWarps) route.hits[(list + 1) % 2][i] = 0;
+  if (c.warp >= kFirstMmaWarp) return;
+  WriteVisits(c, route, list);
+  for (int i = thread; i < kMostExperts; i += 32 * kAdders) route.hits[(list + 1) % 2][i] = 0;
   if (thread == 0) route.lists = list + 1;
-  ptx::BarSync(1, 32 * kRowWarps);
+  ptx::BarSync(3, 32 * kAdders);
   if (thread == 0) ptx::MbarrierArrive(&route.listed);
 }
+__device__ __forceinline__ void AwaitList() { ptx::BarSync(1, 32 * kRowWarps); }
 
 // ---- the experts' input ----
 

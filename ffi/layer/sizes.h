@@ -9,10 +9,11 @@
 namespace musejax::layer {
 
 inline constexpr int kRows = int(kMaxRows);
+// Warp 0 streams, warps 1 to 3 add partials, the others multiply, one for each range of K.
 inline constexpr int kWarps = 12;
 inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kMmaWarps = 8;  // warps 4 to 11; warp 0 streams, warps 1 to 3 add partials
-inline constexpr int kFirstMmaWarp = kWarps - kMmaWarps;
+inline constexpr int kMmaWarps = int(kRanges), kFirstMmaWarp = kWarps - kMmaWarps;
+inline constexpr int kDenseGemms = 5;         // of a layer: enum Dense in dense.cuh
 inline constexpr int kRowWarps = kWarps - 1;  // all but the streaming warp run row tasks
 inline constexpr int kStages = 4;             // a fifth would leave no L1
 inline constexpr int kStageBytes = 36864;     // one NVFP4 tile of K = 4096, or 16 rows x 1,024 of bf16

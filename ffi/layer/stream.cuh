@@ -51,24 +51,37 @@ struct RingCursor {
   }
 };
 
-// One thread of warp 0.
+// Warp 0, all lanes in step. What comes between two stages counts: with four of them an SM gets the memory's full rate
+// only if a stage is asked for again within a fraction of a microsecond. So addresses are worked out 32 at a time.
 struct Producer {
   RingCursor at;
   uint64_t policy;
   int outstanding = 0;
+  bool stuck = false;    // a wait for a stage was given up
+  uint64_t blocked = 0;  // ns in which no stage was free, of a build with MUSEJAX_LAYER_STAMPS
 
   // The next stage: `bytes` (a multiple of 16) from `from`.
-  __device__ void Push(Waiter waiter, const void* from, uint32_t bytes) {
+  __device__ __forceinline__ void Push(Waiter waiter, const void* from, uint32_t bytes) {
     PushParts(waiter, bytes, [&](const auto& copy) { copy(0, from, bytes); });
   }
   // The next stage, of several parts, `bytes` together: parts calls copy(offset in the stage, from, bytes) for each.
   template <typename Parts>
-  __device__ void PushParts(Waiter waiter, uint32_t bytes, const Parts& parts) {
-    if (waiter.Aborted() || !WaitBarrier(waiter, &Buffers().empty[at.stage], at.phase ^ 1)) return;
-    ptx::MbarrierArriveExpectTx(&Buffers().full[at.stage], bytes);
-    parts([&](int offset, const void* from, uint32_t n) {
-      ptx::CpAsyncBulk(Buffers().ring[at.stage] + offset, from, n, &Buffers().full[at.stage], policy);
-    });
+  __device__ __forceinline__ void PushParts(Waiter waiter, uint32_t bytes, const Parts& parts) {
+    if (stuck) return;
+#if defined(MUSEJAX_LAYER_STAMPS)
+    blocked -= ptx::GlobalTimer();
+#endif
+    stuck = !__all_sync(kAllLanes, WaitBarrier(waiter, &Buffers().empty[at.stage], at.phase ^ 1));
+#if defined(MUSEJAX_LAYER_STAMPS)
+    blocked += ptx::GlobalTimer();
+#endif
+    if (stuck) return;
+    if (threadIdx.x % 32 == 0) {
+      ptx::MbarrierArriveExpectTx(&Buffers().full[at.stage], bytes);
+      parts([&](int offset, const void* from, uint32_t n) {
+        ptx::CpAsyncBulk(Buffers().ring[at.stage] + offset, from, n, &Buffers().full[at.stage], policy);
+      });
+    }
     at.Next();
     if (outstanding < kStages) ++outstanding;
   }
@@ -83,6 +96,19 @@ struct Producer {
   }
 };
 
+// Calls push(address that lane i worked out) for i = begin .. end - 1 in order; work_out(i) is called 32 at a time.
+template <typename WorkOut, typename Push>
+__device__ __forceinline__ void ForAddresses(int begin, int end, const WorkOut& work_out, const Push& push) {
+#pragma unroll 1
+  for (int first = begin; first < end; first += 32) {
+    const int mine = first + int(threadIdx.x % 32);
+    const uint64_t address = reinterpret_cast<uint64_t>(work_out(Min(mine, end - 1)));
+#pragma unroll 1
+    for (int i = first; i < Min(end, first + 32); ++i)
+      push(reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, address, i - first)));
+  }
+}
+
 // An MMA warp, or one that adds partials. Unit u of all GEMMs together uses buffer u mod 3 and is added by warp
 // 1 + u mod 3, once a pass: so every warp sees each barrier's phases one after the other.
 struct Consumer {
@@ -91,7 +117,7 @@ struct Consumer {
   uint32_t phases = 0;  // bit b: parity of the next use of buffer b
   bool stuck = false;   // a wait for a stage was given up
 
-  __device__ __forceinline__ const uint8_t* Wait(Waiter waiter) {
+  __device__ __forceinline__ uint8_t* Wait(Waiter waiter) {
     stuck |= !WaitBarrier(waiter, &Buffers().full[at.stage], at.phase);
     __syncwarp();
     return Buffers().ring[at.stage];

@@ -31,7 +31,21 @@ struct Where {
   uint32_t aborted;       // waits end at once from here on
   uint32_t expired;       // a wait of this warp was the one that took too long:
   uint32_t wanted, seen;  // for this, finding that
+  uint32_t started;       // of the wait at hand, in 1,024 ns
 };
+
+// Whether to give up a wait that takes long. first: begins to count the time.
+inline __device__ __noinline__ bool Overdue(Where* where, bool first, uint32_t wanted, uint32_t seen) {
+  __builtin_assume(__isShared(where));
+  const uint32_t now = uint32_t(ptx::GlobalTimer() >> 10);
+  if (first) where->started = now;
+  const bool late = now - where->started > where->budget;
+  if (!late && !where->aborted && !ptx::LdRelaxed<Scope::kGpu>(where->abort)) return false;
+  if (late && !where->aborted) where->expired = 1, where->wanted = wanted, where->seen = seen;
+  where->aborted = 1;
+  ptx::StRelaxed<Scope::kGpu>(where->abort, 1u);
+  return true;
+}
 
 // A thread's waits. Small, so that a copy costs nothing; no calls, so that registers stay where they are.
 struct Waiter {
@@ -40,17 +54,9 @@ struct Waiter {
   // One wait: Expired is called after each try that failed; true: give up.
   struct Wait {
     Where* where;
-    uint32_t tries = 0, started = 0;
+    uint32_t tries = 0;
     __device__ __forceinline__ bool Expired(uint32_t wanted, uint32_t seen) {
-      if (++tries % 128 != 0) return false;
-      const uint32_t now = uint32_t(ptx::GlobalTimer() >> 10);
-      if (tries == 128) started = now;
-      const bool late = now - started > where->budget;
-      if (!late && !where->aborted && !ptx::LdRelaxed<Scope::kGpu>(where->abort)) return false;
-      if (late && !where->aborted) where->expired = 1, where->wanted = wanted, where->seen = seen;
-      where->aborted = 1;
-      ptx::StRelaxed<Scope::kGpu>(where->abort, 1u);
-      return true;
+      return ++tries % 128 == 0 && Overdue(where, tries == 128, wanted, seen);
     }
   };
   __device__ __forceinline__ Wait Begin() const { return {where}; }
@@ -84,12 +90,13 @@ __device__ __forceinline__ void Publish(Word* to, uint32_t r0, uint32_t r1, uint
   ptx::StRelaxed<kScope>(to, MakeWord(r0, r1, r2, tag));
 }
 
-// Waits until the tag at `missing` (null: none) of the first lane that misses one is there. Only this word is read, and
-// not all the time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole
-// warps; false: nothing is missing, or given up.
-__device__ __forceinline__ bool Await(Waiter::Wait& wait, uint32_t tag, const uint32_t* missing) {
-  const uint32_t lanes = __ballot_sync(kAllLanes, missing != nullptr);
-  if (lanes == 0) return false;
+// Waits until the tag of the word that the first of `lanes` misses is there. Only this word is read, and not all the
+// time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole warps; false:
+// given up.
+//   missing: where the lane's tag is
+inline __device__ __noinline__ bool Await(Where* where, uint32_t tag, uint32_t lanes, const uint32_t* missing) {
+  __builtin_assume(__isShared(where));
+  Waiter::Wait wait{where};
   const uint64_t first = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(missing), __ffs(int(lanes)) - 1);
   for (bool there = false;;) {
     ptx::NanoSleep(kPollNs);
@@ -99,28 +106,28 @@ __device__ __forceinline__ bool Await(Waiter::Wait& wait, uint32_t tag, const ui
   }
 }
 
-// N words at at(0) .. at(N - 1), each waited for. By whole warps.
+// N words at at(0) .. at(N - 1), each waited for; zeros in lanes that want none. By whole warps.
 template <Scope kScope, int N, typename At>
-__device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N]) {
-  Waiter::Wait wait = waiter.Begin();
-  const uint32_t* missing;
-  do {
-    missing = nullptr;
+__device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N], bool wanted = true) {
+  for (;;) {
+    int missing = -1;
 #pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<kScope>(at(i));
+    for (int i = 0; i < N; ++i) w[i] = wanted ? ptx::LdRelaxed<kScope>(at(i)) : MakeWord(0, 0, 0, tag);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (EpochOf(w[i]) != tag) missing = reinterpret_cast<const uint32_t*>(at(i)) + 3;
-  } while (Await(wait, tag, missing));
+      if (EpochOf(w[i]) != tag) missing = i;
+    const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
+    const Word* word = at(missing < 0 ? 0 : missing);
+    if (!Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 3)) return;
+  }
 }
 
 // The same of N tagged floats, N odd or at(i) and at(i + 1) side by side for even i; two come with one load.
 template <int N, typename At>
 __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N]) {
-  Waiter::Wait wait = waiter.Begin();
-  const uint32_t* missing;
-  do {
-    missing = nullptr;
+  for (;;) {
+    int missing = -1;
     uint64_t w[N];
     if constexpr (N % 2 == 0) {
 #pragma unroll
@@ -135,9 +142,13 @@ __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[i] = __uint_as_float(uint32_t(w[i]));
-      if (uint32_t(w[i] >> 32) != tag) missing = reinterpret_cast<const uint32_t*>(at(i)) + 1;
+      if (uint32_t(w[i] >> 32) != tag) missing = i;
     }
-  } while (Await(wait, tag, missing));
+    const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
+    const uint64_t* word = at(missing < 0 ? 0 : missing);
+    if (!Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 1)) return;
+  }
 }
 
 // One float and its tag.

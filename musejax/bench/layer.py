@@ -18,7 +18,7 @@ import numpy as np
 
 from musejax import ffi
 from musejax.bench import limits
-from musejax.bench.cases import Case, Timing, admitted_experts
+from musejax.bench.cases import Case, Timing, admitted_experts, draw_guesses
 from musejax.bench.limits import BenchError
 from musejax.config import NUM_SLICES, RELEASED, DecodeConfig
 from musejax.kernels.attributes import layer_attributes, model_attribute
@@ -57,6 +57,11 @@ def random_layer(key, config, admitted: int) -> dict:
         experts = experts.at[:, begin:begin + tiles * size].set(part.reshape(-1, tiles * size))
     small = jax.random.normal(keys[3], (at["small.count"],), jnp.float32) / 16
     small = small.at[at["small.gate_up_global"]:].set(1 / 64)
+    # A rank whose own slices come back as those of the others has their gains, too.
+    for name, width in (("post_expert_norm", config.moe_hidden_size), ("post_ffn_norm", config.hidden_size)):
+        begin = at[f"small.{name}"]
+        part = small[begin:begin + width // NUM_SLICES]
+        small = small.at[begin:begin + width].set(jnp.tile(part, NUM_SLICES))
     order = jax.random.permutation(keys[4], config.num_local_experts)
     bias = jnp.where(order < admitted, 0.0, -100.0)
     small = small.at[at["small.router_bias"]:at["small.router_bias"] + config.num_local_experts].set(bias)
@@ -92,6 +97,7 @@ class LoopedLayers:
             self.kept += [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
                           for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim),
                                                  (heads, MAX_ROWS, c.head_dim)))]
+        self.no_guesses = jnp.zeros((case.layers, 0), jnp.int32)
         self.call = jax.jit(self._launch, donate_argnums=(1,))
 
     @property
@@ -104,7 +110,7 @@ class LoopedLayers:
         """Of a layer's other GEMMs."""
         return self.params[0]["dense"].size
 
-    def _launch(self, stream, kept, params):
+    def _launch(self, stream, kept, params, guesses):
         c, case = self.config, self.case
         call = Call(c, self.decode, "cuda")
         rows, n = case.rows, case.layers
@@ -121,7 +127,7 @@ class LoopedLayers:
                    jax.ShapeDtypeStruct((0, *stream.shape), jnp.float32), *map(like, kept))
         alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(n) for i in range(4)}
         out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
-            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
+            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands, guesses,
             model=model_attribute(c, self.decode), first=True, last=True, **layer_attributes(c, self.numbers, ()))
         return out[0], out[3], list(out[5:])
 
@@ -129,9 +135,11 @@ class LoopedLayers:
         """A residual stream, float32 [rows, d]."""
         return jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
 
-    def launch(self, stream):
-        """One launch -> (stream, ids [layers, rows, k]); the caches are kept."""
-        stream, ids, self.kept = self.call(stream, self.kept, self.params)
+    def launch(self, stream, guesses=None):
+        """One launch -> (stream, ids [layers, rows, k]); the caches are kept. The bits do not depend on `guesses`,
+        int32 [layers, n]: experts whose weights are fetched into L2 ahead."""
+        guesses = self.no_guesses if guesses is None else guesses
+        stream, ids, self.kept = self.call(stream, self.kept, self.params, guesses)
         return stream, ids
 
 
@@ -142,29 +150,42 @@ class Samples:
         self.layers = layers
         self.times, self.hits, self.digest, self.failed, self.first = [], [], hashlib.sha256(), "", None
 
-    def batch(self, streams, counted: bool) -> None:
-        """Launches back to back, one a stream; their time over all layers is one sample."""
+    def batch(self, streams, counted: bool, *more) -> list[np.ndarray]:
+        """Launches back to back, one a stream and its part of each of `more`; their time over all layers is one sample.
+        Returns the ids of each."""
+        inputs = list(zip(streams, *more, strict=True))
         begin = time.perf_counter()
-        out = jax.block_until_ready([self.layers.launch(stream) for stream in streams])
+        out = jax.block_until_ready([self.layers.launch(*x) for x in inputs])
         elapsed = time.perf_counter() - begin
         ffi.raise_wait_error()
+        chosen = [np.asarray(ids) for _, ids in out]
         if not counted:
-            return
+            return chosen
         self.times.append(elapsed / len(streams) / self.layers.case.layers * 1e6)
-        for stream, ids in out:
-            self.hits.extend(np.asarray(ids))
+        for (stream, _), ids in zip(out, chosen, strict=True):
+            self.hits.extend(ids)
             self.digest.update(np.asarray(stream).tobytes())
             if not np.isfinite(np.asarray(stream)).all():
                 self.failed = "results: expected finite numbers, got others"
         self.first = self.first or (streams[0], np.asarray(out[0][0]))
+        return chosen
 
     def check_repeat(self) -> None:
         """The first launch once more: the same bits are expected."""
         stream, want = self.first
         got = np.asarray(self.layers.launch(stream)[0])
         ffi.raise_wait_error()
+        self._check_bits("the first launch repeated", got, want)
+
+    def check_same(self, kernel: Samples) -> None:
+        """All launches beside the kernel's: the same bits are expected."""
+        if self.digest.digest() != kernel.digest.digest():
+            self.failed = "the launches beside the layer kernel's: expected the same bits, got others"
+        self._check_bits("the first launch beside the layer kernel's", self.first[1], kernel.first[1])
+
+    def _check_bits(self, what: str, got, want) -> None:
         if wrong := np.flatnonzero(want.view(np.uint32).reshape(-1) != got.view(np.uint32).reshape(-1)).size:
-            self.failed = f"the first launch repeated: expected the same bits, got {wrong} of {want.size} others"
+            self.failed = f"{what}: expected the same bits, got {wrong} of {want.size} others"
 
     def timing(self) -> Timing:
         case, c = self.layers.case, self.layers.config
@@ -174,32 +195,50 @@ class Samples:
                           for r in range(1, case.rows + 1))
         keys = [min(case.context, c.window(i) or case.context) for i in case.numbers]
         experts = distinct * self.layers.expert_bytes
-        return Timing(us=tuple(map(float, np.percentile(self.times, (10, 50, 90)))), distinct=distinct,
-                      histogram=histogram, weight_bytes=self.layers.dense_bytes + experts, expert_bytes=experts,
+        return Timing(layers=case.layers, us=tuple(map(float, np.percentile(self.times, (10, 50, 90)))),
+                      distinct=distinct, histogram=histogram, weight_bytes=self.layers.dense_bytes + experts,
+                      expert_bytes=experts,
                       key_bytes=int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES,
                       digest=self.digest.hexdigest()[:12], failed=self.failed)
 
 
-def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline: bool = False) -> Timing:
+def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline: bool = False,
+            phases: bool = False) -> Timing:
     """Runs `batches` batches of `each` launches back to back, every launch with another stream, after one batch that is
-    not counted. With `baseline` the same batches of `reference.ReferenceLayers` come in between, one by one.
+    not counted. With `phases` or `baseline` the same batches of `phases.PhasedLayers` or `reference.ReferenceLayers`
+    come in between, one by one; the latter have fewer layers. So do, with `case.guess`, the same launches with guesses
+    made of what the rows chose without.
 
     Raises:
-        BenchError: as `LoopedLayers`.
-        WaitError: a wait inside the kernel did not end.
+        BenchError: as `LoopedLayers` and `draw_guesses`.
+        WaitError: a wait inside a kernel did not end.
     """
-    runs = [Samples(LoopedLayers(case, seed))]
+    kernel = Samples(LoopedLayers(case, seed))
+    others = {}
+    guessed, rng = Samples(kernel.layers), np.random.default_rng(seed)
+    if phases:
+        from musejax.bench.phases import PhasedLayers
+
+        others["phases"] = Samples(PhasedLayers(kernel.layers))
     if baseline:
         from musejax.bench.reference import ReferenceLayers
 
-        runs.append(Samples(ReferenceLayers(case, runs[0].layers.config, seed)))
+        others["baseline"] = Samples(ReferenceLayers(case, kernel.layers.config, seed))
     for n in range(batches + 1):
-        streams = jax.block_until_ready([runs[0].layers.stream(1000 + n * each + i) for i in range(each)])
-        for run in runs:
-            run.batch(streams, counted=n > 0)
-    runs[0].check_repeat()
-    kernel, *others = (run.timing() for run in runs)
-    return replace(kernel, baseline=others[0]) if others else kernel
+        streams = jax.block_until_ready([kernel.layers.stream(1000 + n * each + i) for i in range(each)])
+        chosen = kernel.batch(streams, n > 0)
+        if case.guess:
+            guesses = [jnp.asarray(draw_guesses(case, ids, rng)) for ids in chosen]
+            guessed.batch(streams, n > 0, jax.block_until_ready(guesses))
+        for run in others.values():
+            run.batch(streams, n > 0)
+    kernel.check_repeat()
+    if case.guess:
+        guessed.check_same(kernel)
+        others["guessed"] = guessed
+    if phases:
+        others["phases"].check_same(kernel)
+    return replace(kernel.timing(), **{name: run.timing() for name, run in others.items()})
 
 
 def open_library():

@@ -11,10 +11,15 @@ only the device knows, which XLA can neither overlap nor replay as one CUDA grap
 into a fixed number of slots, as many as the selection bias admits (53 for 49 hit on average); slots that are left
 repeat the last expert hit. Every row meets every expert, as in the reference layer. NVFP4 weights become bfloat16 in
 memory, unless XLA fuses that into its GEMMs; the bytes counted are those of the NVFP4 weights.
+
+XLA compiles every layer of a program anew; eight were not ready after 55 s on a GPU. So at most `MAX_LAYERS` of the
+layers of a case run, its first ones. They are sliding layers, which beyond a context of 2048 read fewer keys and
+values than a full layer.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -32,6 +37,8 @@ from musejax.model.norms import centred_norm, gated_residual, input_scaled, rms
 from musejax.model.rope import angles, rotate
 from musejax.model.router import Routing
 from musejax.numerics import einsum_f32
+
+MAX_LAYERS = 2
 
 EXPERT_LEAVES = ("gate_up", "gate_up_scale", "down", "down_scale")
 
@@ -153,21 +160,36 @@ def rank_layer(p: dict, stream_td, layer: int, stored: LayerCache, length, rows:
     return gated_residual(stream, f, p["ffn_residual_gate"], config, policy), routing.ids, flight
 
 
+def rank_layers(stream_td, kept: list[LayerCache], params: list[dict], case: Case, config: ModelConfig) -> tuple:
+    """The layers of a case, each as `rank_layer` -> (stream, ids [layers, t, j], keys and values of the rows)."""
+    at = jnp.arange(case.rows, dtype=jnp.int32)
+    rows = Rows(case.context + at, jnp.int32(case.rows), at[:, None] >= at)
+    slots, decode, out = admitted_experts(case, config), DecodeConfig(activations=case.activations), []
+    for i, p, stored in zip(case.numbers, params, kept, strict=True):
+        stream_td, *rest = rank_layer(p, stream_td, i, stored, jnp.int32(case.context), rows, slots, config, decode)
+        out.append(rest)
+    ids, flight = zip(*out, strict=True)
+    return stream_td, jnp.stack(ids), flight
+
+
 class ReferenceLayers:
-    """`case.layers` layers of one rank of 8 on the default device, as XLA compiles them; used as `LoopedLayers`."""
+    """The first `MAX_LAYERS` of a case's layers, of one rank of 8 on the default device, as one program that XLA has
+    compiled; used as `LoopedLayers`. Its `case` says how many layers there are."""
 
     def __init__(self, case: Case, config: ModelConfig, seed: int = 0):
-        self.case, self.config = case, config
-        self.numbers = case.numbers
-        self.decode = DecodeConfig(activations=case.activations)
-        keys = jax.random.split(jax.random.key(seed), case.layers + 1)
-        self.slots = admitted_experts(case, config)
-        self.params = [random_slice(k, config, self.slots) for k in keys[1:]]
+        self.case = case = replace(case, layers=min(case.layers, MAX_LAYERS))
+        self.config = config
+        key = jax.random.key(seed, impl="rbg")  # the default generator needs many times the memory of 8-bit codes
+        keys = jax.random.split(key, case.layers + 1)
+        admitted = admitted_experts(case, config)
+        self.params = [random_slice(k, config, admitted) for k in keys[1:]]
         heads = config.num_key_value_heads // NUM_SLICES
-        shapes = [(heads, case.slots(config, i), config.head_dim) for i in self.numbers]
+        shapes = [(heads, case.slots(config, i), config.head_dim) for i in case.numbers]
         self.kept = [LayerCache(*(random_bf16(jax.random.fold_in(keys[0], 2 * n + j), shape) for j in range(2)))
                      for n, shape in enumerate(shapes)]
-        self.call = jax.jit(self._launch)
+        stream = jax.ShapeDtypeStruct((case.rows, config.hidden_size), jnp.float32)
+        self.call = jax.jit(partial(rank_layers, case=case, config=config)).lower(
+            stream, self.kept, self.params).compile()
 
     @property
     def expert_bytes(self) -> int:
@@ -179,18 +201,6 @@ class ReferenceLayers:
         """Of a layer's other GEMMs."""
         experts = ("gate_up", "down")
         return sum(w.nbytes for name, w in self.params[0].items() if w.ndim > 1 and not name.startswith(experts))
-
-    def _launch(self, stream, kept, params):
-        case = self.case
-        at = jnp.arange(case.rows, dtype=jnp.int32)
-        rows = Rows(case.context + at, jnp.int32(case.rows), at[:, None] >= at)
-        out = []
-        for i, p, stored in zip(self.numbers, params, kept, strict=True):
-            stream, *rest = rank_layer(p, stream, i, stored, jnp.int32(case.context), rows, self.slots, self.config,
-                                       self.decode)
-            out.append(rest)
-        ids, flight = zip(*out, strict=True)
-        return stream, jnp.stack(ids), flight
 
     def launch(self, stream):
         """One run -> (stream, ids [layers, rows, k])."""

@@ -47,13 +47,17 @@ def layer(args: Namespace) -> int:
     from musejax.bench import cases, layer
     from musejax.checkpoint.container import write_json
 
-    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations)
+    if args.hit_share is not None and not args.guess:
+        raise UsageError(f"--hit-share {args.hit_share}: expected --guess as well, got none")
+    share = 100 if args.hit_share is None else args.hit_share
+    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations,
+                            guess=args.guess, hit_share=share)
     module, device = layer.open_library()
     started = time.perf_counter()
     limit = layer.roofline(module)
     results = []
     for case in wanted:
-        timing = layer.measure(case, args.batches, baseline=args.baseline)
+        timing = layer.measure(case, args.batches, baseline=args.baseline, phases=args.phases)
         results.append((case, timing))
         print(cases.as_line(device, case, timing, limit), flush=True)
     if args.json is not None:

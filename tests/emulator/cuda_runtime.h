@@ -86,8 +86,8 @@ T EmulatedShuffle(T value, int from) {
   return out;
 }
 template <typename T>
-T __shfl_sync(unsigned, T value, int from) {
-  return EmulatedShuffle(value, from);
+T __shfl_sync(unsigned, T value, int from, int width = 32) {
+  return EmulatedShuffle(value, (emulator::current->index % 32) / width * width + from % width);
 }
 inline bool __shfl_sync(unsigned, bool value, int from) { return EmulatedShuffle(int(value), from) != 0; }
 template <typename T>
@@ -95,9 +95,9 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return EmulatedShuffle(value, (emulator::current->index % 32) ^ mask);
 }
 template <typename T>
-T __shfl_up_sync(unsigned, T value, unsigned delta) {
+T __shfl_up_sync(unsigned, T value, unsigned delta, int width = 32) {
   const int lane = emulator::current->index % 32;
-  return EmulatedShuffle(value, lane >= int(delta) ? lane - int(delta) : lane);
+  return EmulatedShuffle(value, lane % width >= int(delta) ? lane - int(delta) : lane);
 }
 template <typename T>
 T __shfl_down_sync(unsigned, T value, unsigned delta) {

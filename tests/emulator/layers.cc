@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layer/layer.cuh"
+#include "model.h"
 
 namespace {
 
@@ -19,6 +20,25 @@ struct Workspace {
 
 uint32_t spin_budget = 0;  // in 1,024 ns
 int only_rank = -1;        // if not negative, the other ranks of a launch do not run
+
+// Weights of a launch, and how often each byte was prefetched, where that is asked for.
+struct Weights {
+  const uint8_t* data;
+  int64_t bytes;
+  uint8_t* prefetched;
+};
+std::vector<Weights> all_weights;
+
+// What is prefetched must be weights.
+void OnPrefetch(const void* global, uint32_t bytes) {
+  for (const Weights& w : all_weights) {
+    const int64_t at = static_cast<const uint8_t*>(global) - w.data;
+    if (at < 0 || at + bytes > w.bytes) continue;
+    for (int64_t i = at; w.prefetched && i < at + bytes; ++i) ++w.prefetched[i];
+    return;
+  }
+  assert(false);
+}
 
 // Kept from call to call, as on a GPU: frames are used again under new tags.
 std::map<std::string, Workspace> workspaces;
@@ -47,10 +67,12 @@ std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
       e.first_slice[i] = (looped ? i : int(r)) * S::kSlicesHere;
     }
   }
+  ptx::on_prefetch = OnPrefetch;
   emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), seed, [&] {
     const int rank = emulator::current->block->grid;
     if (only_rank < 0 || rank == only_rank) Layers<S>(ranks[rank]);
   });
+  ptx::on_prefetch = nullptr;  // other libraries of this process share it
   if (!error.set) return "";
   workspaces.clear();
   return "rank " + std::to_string(error.rank) + " block " + std::to_string(error.block) + " warp " +
@@ -65,37 +87,34 @@ struct EmulatedRank {
   float* stream;
   uint16_t *q, *gate;
   int32_t* ids;
-  const void* const*
-      pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
+  const void* const* pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys,
+                                // flight_values, tap, and for each byte of experts how often it was prefetched, or null
 };
 
 // From now on only this rank runs in a launch of several; -1: all.
 extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
 
-// integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups,
-// activations. floats: rms_eps, ..., routed_scale as in ModelAttribute. numbers: of each layer slots, window, nvfp4.
+// integers, floats: see ModelOf. numbers: of each layer slots, window, nvfp4. schedule: [blocks][5][2], of every rank.
+// guesses: [layers][guess_count], of every rank, or null.
 // Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
 extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
                              const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
-                             const EmulatedRank* given, const int64_t* numbers, int slices, int blocks, uint32_t seed,
+                             const EmulatedRank* given, const int64_t* numbers, int slices, int blocks,
+                             const int32_t* schedule, const int32_t* guesses, int guess_count, uint32_t seed,
                              int64_t max_units, double budget_ms, char* text, int text_size) {
-  Model m{};
-  m.shape = {integers[0], integers[1], integers[2], integers[3], integers[4], integers[5], integers[6]};
-  m.top_k = integers[7], m.vocab = integers[8], m.combine_groups = integers[9];
-  m.activations = Activations(integers[10]);
-  m.rms_eps = floats[0], m.post_eps = floats[1], m.route_eps = floats[2], m.attention_scale = floats[3];
-  m.output_multiplier = floats[4], m.softcap = floats[5], m.gate_temperature = floats[6], m.gate_floor = floats[7];
-  m.routed_scale = floats[8];
+  const Model m = ModelOf(integers, floats);
   spin_budget = uint32_t(budget_ms * 1e6 / 1024);
   std::vector<PassParams> ranks(num_ranks);
+  all_weights.clear();
   for (int r = 0; r < num_ranks; ++r) {
     PassParams& pass = ranks[r];
     pass.model = m, pass.count_layers = layers, pass.first = first, pass.last = last, pass.rows = rows;
     pass.parents = parents, pass.state = state, pass.path = path, pass.stream = given[r].stream;
     pass.q = given[r].q, pass.gate = given[r].gate, pass.ids = given[r].ids;
-    pass.max_units = int(max_units);
+    pass.schedule = schedule, pass.max_units = int(max_units);
+    pass.guesses = guesses, pass.guess_count = guess_count;
     for (int i = 0; i < layers; ++i) {
-      const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[9 * i + j]); };
+      const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[10 * i + j]); };
       LayerArrays& l = pass.layers[i];
       l.dense = static_cast<uint8_t*>(at(0)), l.experts = static_cast<uint8_t*>(at(1));
       l.small = static_cast<float*>(at(2)), l.cos_sin = static_cast<float*>(at(3));
@@ -103,6 +122,10 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
       l.flight_keys = static_cast<uint16_t*>(at(6)), l.flight_values = static_cast<uint16_t*>(at(7));
       l.tap = static_cast<float*>(at(8));
       l.slots = int(numbers[3 * i]), l.window = int(numbers[3 * i + 1]), l.nvfp4 = numbers[3 * i + 2] != 0;
+      all_weights.push_back({l.dense, slices * DenseLayout(m.shape).bytes, nullptr});
+      all_weights.push_back(
+          {l.experts, slices * m.shape.experts * ExpertLayout(m.shape, l.nvfp4).bytes, static_cast<uint8_t*>(at(9))});
+      all_weights.push_back({static_cast<const uint8_t*>(at(2)), 4 * SmallLayout(m.shape, l.nvfp4).count, nullptr});
     }
   }
   std::string error;

@@ -52,6 +52,25 @@ def test_points_are_those_of_the_kernel(script, repo):
         script.point_names("enum Phase : int { kHeadsIn };")
 
 
+def test_parts_of_the_weight_stream(script):
+    parts = script.point_names(script.SOURCE.read_text(), "Part")
+    assert {"List", "Up", "Down"} <= set(parts) and parts[-1] == "Qkvg"
+    took = dict(zip(parts, (2, 3, 20, 40, 20, 5, 10), strict=True))  # us
+    waited = dict(zip(parts, (1, 2, 0, 9, 4, 5, 6), strict=True))
+    out = np.full((SMS, 12, 64, 32), 123, np.uint64)
+    for layer in range(LAYERS):
+        at = 7_000_000 + layer * 100_000
+        for name in (parts[-1], *parts[:-1]):
+            at += took[name] * 1000
+            out[:, 0, layer, 2 * parts.index(name)] = at
+            out[:, 0, layer, 2 * parts.index(name) + 1] = waited[name] * 1000
+    got = script.stream_parts(out.ravel().tolist(), LAYERS, parts)
+    assert {p.name: p.took for p in got} == took
+    assert {p.name: p.waited for p in got} == waited | {"List": 20}
+    text = script.stream_as_text(got)
+    assert "47.0 of 100.0 us a layer (47%)" in text and len(text.splitlines()) == 2 + len(parts)
+
+
 def test_sizes_are_those_of_the_kernel(script, repo):
     context = (repo / "ffi" / "layer" / "context.cuh").read_text()
     assert f"kStamps = {script.MAX_POINTS};" in context and f"kMaxLayers = {script.MAX_LAYERS};" in context
@@ -159,6 +178,6 @@ def test_refusals(repo):
         assert done.returncode == 2 and not done.stdout, done
         return done.stderr.splitlines()[-1]
 
-    assert "--layers: expected 2 to 64, got 1" in refused("--layers", 1)
+    assert "--layers: expected 3 to 64, got 1" in refused("--layers", 1)
     assert "--layer: expected 1 to 7, got 8" in refused("--layer", 8)
     assert "distinct: expected 8 to 128" in refused("--distinct", 200)

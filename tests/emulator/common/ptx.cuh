@@ -51,7 +51,11 @@ inline void CpAsyncBulk(void* shared, const void* global, uint32_t bytes, uint64
   assert(b.bytes() >= bytes);
   b.Set(b.due(), b.need(), b.bytes() - bytes, b.parity());
 }
-inline void CpAsyncBulkPrefetchL2(const void*, uint32_t) {}
+inline void (*on_prefetch)(const void* global, uint32_t bytes) = nullptr;
+inline void CpAsyncBulkPrefetchL2(const void* global, uint32_t bytes) {
+  assert(reinterpret_cast<uintptr_t>(global) % 16 == 0 && bytes % 16 == 0 && bytes > 0);
+  if (on_prefetch) on_prefetch(global, bytes);
+}
 inline void FenceProxyAsync() {}
 
 inline float EmulatedBf16(uint32_t pair, int half) { return __uint_as_float(half ? pair & 0xFFFF0000u : pair << 16); }
@@ -112,6 +116,7 @@ void StRelaxed(T* global, V value) {
   *global = value;
 }
 
+inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline void BarSync(uint32_t id, uint32_t threads) { emulator::BlockBarrier(int(id), int(threads)); }
 
 // Simulated time: each read is a microsecond later, and lets the others run.
