@@ -276,11 +276,6 @@ def _add_bench(commands) -> None:
     p.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
                    help="what NVFP4 experts multiply their weights with (default bf16)")
     p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 launches each (default 9)")
-    p.add_argument("--guess", metavar="N", type=int, nargs="?", const=14, default=0,
-                   help="also time the layers with N experts a layer fetched into L2 before the rows have chosen, "
-                        "batch by batch in between; the same bits are expected (default 0: none; without N: 14)")
-    p.add_argument("--hit-share", metavar="P", type=int,
-                   help="of these experts P percent are hit, 0 to 100 (default 100)")
     p.add_argument("--phases", action="store_true",
                    help="also time the layers as one launch a phase in a CUDA graph, batch by batch in between; the "
                         "same bits are expected")

@@ -45,7 +45,6 @@ class Result(NamedTuple):
         taps: float32 [L, t, d], streams after every layer that ran whole.
         q, gate: uint16 [heads, t, c].
         kept: of each layer keys, values, flight keys, flight values: uint16 [heads, .., c].
-        prefetched: of each layer how often each byte of its experts was prefetched, uint8 [8, E, bytes].
     """
 
     stream: np.ndarray
@@ -54,7 +53,6 @@ class Result(NamedTuple):
     q: np.ndarray
     gate: np.ndarray
     kept: list
-    prefetched: list | None = None
 
 
 @functools.cache
@@ -106,7 +104,7 @@ def embed(model, tokens, length, parents):
 
 def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8, ranks=1, blocks=4, seed=0,
         layers=None, first=True, last=True, start=None, max_units=8, budget_ms=2000.0, change=None,
-        schedule=None, guesses=None) -> Result:
+        schedule=None) -> Result:
     """One launch.
 
     Args:
@@ -118,7 +116,6 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
         start: a `Result` to go on from, where `first` is false.
         change: called with the arrays of each layer before the launch, to break something.
         schedule: int32 [blocks, 5, 2] (`schedule.spans`), by default of `dense_schedule`.
-        guesses: int32 [layers, n], experts that may be hit; none by default.
     """
     config, t = model.config, len(tokens)
     decode = decode or DecodeConfig()
@@ -163,9 +160,7 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
                 change(n, mine)
             taps.append(tap)
             arrays.append(mine)
-            prefetched = np.zeros_like(mine["experts"])
-            pointers += [None if x is None else x.ctypes.data for x in (*mine.values(), tap, prefetched)]
-            mine["prefetched"] = prefetched
+            pointers += [None if x is None else x.ctypes.data for x in (*mine.values(), tap)]
             if r == 0:
                 numbers += [mine["keys"].shape[1], config.window(i) or 0, int(i in config.nvfp4_layers)]
         table = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -179,16 +174,14 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
     if schedule is None:
         schedule = spans(dense_schedule(Shape.of(config), slices, blocks))
     schedule = _array(schedule, np.int32)
-    guesses = None if guesses is None else _array(guesses, np.int32)
 
     def at(x):
-        return None if x is None else ctypes.c_void_p(x.ctypes.data)
+        return ctypes.c_void_p(x.ctypes.data)
 
     code = library().EmulateLayers(
         at(integers), at(floats), len(layers), int(first), int(last), t, at(parents), at(state), at(path), ranks,
-        ctypes.byref(given), at(numbers), slices, blocks, at(schedule), at(guesses),
-        0 if guesses is None else guesses.shape[1], ctypes.c_uint32(seed), ctypes.c_int64(max_units),
-        ctypes.c_double(budget_ms), text, len(text))
+        ctypes.byref(given), at(numbers), slices, blocks, at(schedule), ctypes.c_uint32(seed),
+        ctypes.c_int64(max_units), ctypes.c_double(budget_ms), text, len(text))
     if code == 2:
         raise ValueError(f"the emulator was not compiled for top_k {config.num_experts_per_tok}, {slices} slices")
     if code:
@@ -199,5 +192,4 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
              for name in ("keys", "values", "flight_keys", "flight_values")] for n in range(len(layers))]
     return Result(of_rank["stream"], of_rank["ids"], np.stack(taps) if taps else np.zeros((0, *stream.shape)),
                   np.concatenate([x["q"] for x, _, _ in results]), np.concatenate([x["gate"] for x, _, _ in results]),
-                  kept, [np.concatenate([arrays[n]["prefetched"] for _, arrays, _ in results])
-                         for n in range(len(layers))])
+                  kept)

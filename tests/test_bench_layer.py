@@ -85,24 +85,6 @@ def test_line_with_phases(run):
                         "between: 150.0 us a layer (148.0 to 160.0), 1.50 times the kernel's; result ba9876543210\n")
 
 
-def test_line_with_guesses(run):
-    guessed = replace(TIMING, baseline=None, us=(89.0, 90.0, 91.0))
-    code, out, _ = run("--guess", 14, "--hit-share", 50, timing=replace(TIMING, baseline=None, guessed=guessed))
-    assert code == 0 and (run.measured[0][0].guess, run.measured[0][0].hit_share) == (14, 50)
-    assert "100.0 us a layer (99.0 to 103.5), W 60.0 E 40.0 H 0; " in out
-    # H = 40.0 us * 7 / 48.75
-    assert out.endswith("; result ba9876543210; with 14 experts a layer guessed and fetched ahead, 7 (50%) of them "
-                        "hit: 90.0 us a layer (89.0 to 91.0), W 55.7 E 40.0 H 5.7, 0.900 times that without; "
-                        "result ba9876543210\n")
-
-
-def test_guesses_by_default(run):
-    for argv, want in (("", (0, 100, 0)), ("--guess", (14, 100, 14)), ("--guess 10 --hit-share 0", (10, 0, 0))):
-        run(*argv.split())
-        case = run.measured[0][0]
-        assert (case.guess, case.hit_share, case.right_guesses) == want
-
-
 def test_every_combination_in_turn(run):
     code, out, _ = run("--rows", 16, 8, "--distinct", 8, 49, "--context", 0, 1024, "--layers", 2, "--activations",
                        "nvfp4_per_token", "--batches", 3)
@@ -124,19 +106,18 @@ def test_json(run, tmp_path):
     assert (result["device"], result["version"], result["batches"], result["failed"]) == ("NVIDIA H200", "1.2.3", 9, 0)
     assert result["roofline_gb_per_s"] == 4500 and result["seconds"] >= 0
     first, second = result["cases"]
-    assert first["case"] == dict(distinct=49, rows=16, context=1024, layers=8, activations="bf16", guess=0,
-                                 hit_share=100)
+    assert first["case"] == dict(distinct=49, rows=16, context=1024, layers=8, activations="bf16")
     assert second["case"]["context"] == 2048
     assert (first["us"], first["distinct"], first["share"]) == ([99.0, 100.0, 103.5], 48.75, 0.5)
     assert first["histogram"] == [18.25, 0.0, 30.5] and first["baseline"]["digest"] == "0123456789ab"
     assert (first["layers"], first["baseline"]["layers"]) == (8, 2)
 
 
-@pytest.mark.parametrize("where", ["kernel", "guessed", "phases", "baseline"])
+@pytest.mark.parametrize("where", ["kernel", "phases", "baseline"])
 def test_wrong_results_fail_the_command(run, tmp_path, where):
     text = "results: expected finite numbers, got others"
     change = dict(failed=text) if where == "kernel" else {where: replace(BASELINE, failed=text)}
-    code, out, _ = run("--guess", "--json", tmp_path / "layer.json", timing=replace(TIMING, **change))
+    code, out, _ = run("--json", tmp_path / "layer.json", timing=replace(TIMING, **change))
     assert code == 1 and out.endswith(f"; FAILED: {text}\n")
     assert json.loads((tmp_path / "layer.json").read_text())["failed"] == 1
 
@@ -150,10 +131,6 @@ def test_wrong_arguments(capsys, tmp_path):
         capsys, "--rows", 16, 1, "--distinct", 9)
     assert "context: expected 0 to 1048560 (what the model takes), got -1" in refused(capsys, "--context", -1)
     assert "layers: expected 1 to 60" in refused(capsys, "--layers", 61)
-    assert "guess: expected 0 to 256 (experts of a layer), got 257" in refused(capsys, "--guess", 257)
-    assert "hit share: expected 0 to 100 (percent), got 101" in refused(capsys, "--guess", 1, "--hit-share", 101)
-    assert "right guesses: expected 0 to 8 (8 experts are hit), got 14" in refused(capsys, "--rows", 1, "--guess")
-    assert "--hit-share 50: expected --guess as well, got none" in refused(capsys, "--hit-share", 50)
     assert "expected an integer of at least 1, got '0'" in refused(capsys, "--batches", 0)
     assert "invalid choice: 'fp8'" in refused(capsys, "--activations", "fp8")
     missing = tmp_path / "none" / "layer.json"
@@ -201,23 +178,6 @@ def test_admitted_experts():
         admitted = cases.admitted_experts(case, RELEASED)
         off = [abs(cases.expected_distinct(a, case.rows, 8) - case.distinct) for a in range(8, 257)]
         assert off[admitted - 8] == min(off) < 0.5
-
-
-def test_draw_guesses():
-    rng = np.random.default_rng(0)
-    ids = np.stack([[rng.permutation(256)[:8] for _ in range(16)] for _ in range(3)])
-    for guess, share, right in ((14, 50, 7), (14, 0, 0), (14, 100, 14), (5, 30, 2)):
-        guesses = cases.draw_guesses(Case(guess=guess, hit_share=share), ids, rng)
-        assert (guesses.shape, guesses.dtype) == ((3, guess), np.int32)
-        for row, chosen in zip(guesses, ids, strict=True):
-            assert np.unique(row).size == guess and 0 <= row.min() <= row.max() < 256
-            assert np.isin(row, chosen).sum() == right
-    few = np.tile(np.arange(8), (3, 16, 1))
-    text = "expected 14 to 256 experts hit in each layer, for 14 right and 0 wrong guesses, got 8"
-    with pytest.raises(limits.BenchError, match=text):
-        cases.draw_guesses(Case(guess=14), few, rng)
-    with pytest.raises(limits.BenchError, match="expected 0 to 0 experts hit in each layer"):
-        cases.draw_guesses(Case(guess=256, hit_share=0), few, rng)
 
 
 # ------------------------------------------------------------------ samples
@@ -275,64 +235,6 @@ def test_phases_that_part_from_the_kernel_are_seen():
     later = samples(Layers(broken=5))
     later.check_same(kernel)
     assert later.timing().failed == "the launches beside the layer kernel's: expected the same bits, got others"
-
-
-class Guessable(Layers):
-    """Its launches take guesses, and keep them beside the ids; `obeys`: one of them changes a bit."""
-
-    def __init__(self, case, obeys=False):
-        super().__init__()
-        self.case, self.obeys, self.guesses = case, obeys, []
-
-    def stream(self, seed):
-        return jnp.full((2, 16), seed, jnp.float32)
-
-    def launch(self, stream, guesses=None):
-        out, ids = super().launch(stream)
-        ids = (ids + int(stream[0, 0])) % 256  # others in each launch
-        if guesses is not None:
-            self.guesses.append((np.asarray(guesses), np.asarray(ids)))
-            out = jnp.where(self.obeys, jnp.nextafter(out, jnp.inf), out)
-        return out, ids
-
-
-def measure_guessed(monkeypatch, **how):
-    made = []
-    monkeypatch.setattr(layer, "LoopedLayers", lambda case, seed: made.append(Guessable(case, **how)) or made[0])
-    return layer.measure(Case(layers=2, rows=2, distinct=8, guess=4, hit_share=75), batches=3, each=2), made[0]
-
-
-def test_guesses_are_of_their_launch(monkeypatch):
-    timing, layers = measure_guessed(monkeypatch)
-    assert timing.failures == [] and timing.guessed.digest == timing.digest
-    assert layers.launches == 2 * 2 * 4 + 1 and len(layers.guesses) == 2 * 4
-    for guesses, ids in layers.guesses:
-        assert [np.isin(row, chosen).sum() for row, chosen in zip(guesses, ids, strict=True)] == [3, 3]
-
-
-def test_guesses_that_change_bits_are_seen(monkeypatch):
-    timing, _ = measure_guessed(monkeypatch, obeys=True)
-    assert timing.failed == "" and timing.guessed.digest != timing.digest
-    assert timing.failures == [
-        "the first launch beside the layer kernel's: expected the same bits, got 32 of 32 others"]
-
-
-def test_guesses_are_the_last_operand(monkeypatch):
-    """Of the call for a GPU, lowered here; no weight is made."""
-    monkeypatch.setitem(ffi._loaded, "cuda", ffi.library("cpu"))
-    case, config, shape = Case(layers=2, rows=3, distinct=8), RELEASED, jax.ShapeDtypeStruct
-    layers = object.__new__(layer.LoopedLayers)
-    layers.case, layers.config, layers.numbers, layers.decode = case, config, case.numbers, DecodeConfig()
-    config = replace(config, nvfp4_layers=tuple(case.numbers))
-    keys = [shape((2, n, 64), jnp.bfloat16) for n in (2048, 2048, 16, 16)] * 2
-    p = jax.eval_shape(partial(layer.random_layer, config=config, admitted=53), jax.random.key(0))
-    for guess in (0, 14):
-        text = jax.jit(layers._launch).trace(
-            shape((3, 8192), jnp.float32), keys, [p, p], shape((2, guess), jnp.int32)).lower(
-                lowering_platforms=("cuda",)).as_text()
-        [call] = [line for line in text.splitlines() if "@musejax_layers_looped" in line]
-        operands = call.rsplit(" : ", 1)[1].split(") -> ")[0].split(", ")
-        assert len(operands) == 7 + 2 * 7 + 1 and operands[-1] == f"tensor<2x{guess}xi32>"
 
 
 def test_results_that_are_not_finite_are_seen():

@@ -162,31 +162,6 @@ def test_launches(cut):
             assert_same_bits(x, y)
 
 
-def assert_prefetched(result, guesses):
-    """Both matrices of each guessed expert once, whole, and no other."""
-    for i, (counts, row) in enumerate(zip(result.prefetched, guesses, strict=True)):
-        want = np.zeros_like(counts)
-        tile = 2 * (512 + 64) if i in SMALL.nvfp4_layers else 16 * 128 * 2  # bytes of 16 rows of K = 128
-        want[:, row[(row >= 0) & (row < SMALL.num_local_experts)], :3 * tile] = 1  # two tiles of gate_up, one of down
-        assert_same_bits(counts, want)
-
-
-@pytest.mark.parametrize("how", [dict(blocks=1), dict(blocks=7, seed=2), dict(slices=1, ranks=8, blocks=2)])
-def test_guesses_leave_the_bits(how):
-    """Guesses of each layer: experts that are hit, others, and numbers that are no expert's."""
-    model, tokens, experts = model_of(SMALL), tokens_of(2), SMALL.num_local_experts
-    cache = after_a_pass(model, 40, [0, 1, 2])
-    without = emulated.run(model, cache, tokens, **how)
-    hit = [np.unique(ids) for ids in without.ids]
-    guesses = np.array([[*right[:3], *np.setdiff1d(np.arange(experts), right)[-2:], experts, -1] for right in hit])
-    guessed = emulated.run(model, cache, tokens, guesses=guesses, **how)
-    assert_same_result(without, guessed)
-    assert_prefetched(guessed, guesses)
-    assert_prefetched(without, np.full_like(guesses, -1))
-    with pytest.raises(AssertionError):
-        assert_prefetched(guessed, np.roll(guesses, 1, axis=0))
-
-
 def test_the_comparison_sees_a_wrong_weight():
     model, tokens = model_of(SMALL), tokens_of(16)
     cache = random_cache(SMALL, 40, MAX_LENGTH)

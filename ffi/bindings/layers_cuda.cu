@@ -1,8 +1,6 @@
 // Target musejax_layers on CUDA: operands, results and attributes as in layers_cpu.cc, one launch of the layer kernel.
 // And musejax_layers_looped, for measurements: one rank of several on one device, what the other ranks would send being
-// its own slices; `dense`, `experts`, q, gate and keys are those of the rank. One more operand comes last: guesses
-// int32 [layers, n], experts that may be hit, whose weights are fetched into L2 ahead of the choice; n may be 0, and
-// numbers that are no expert's are passed over. Bits do not depend on it.
+// its own slices; `dense`, `experts`, q, gate and keys are those of the rank.
 //
 // What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is
 // reported by the next call, and by layer_error() of the module.
@@ -89,11 +87,6 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
     layer.cos_sin = lists.theta[i] < 0 ? nullptr : cos_sin + lists.theta[i] * count * s.head_dim;
     if (lists.tap[i]) layer.tap = taps, taps += count * s.hidden;
     slots = std::max<int64_t>(slots, layer.slots);
-  }
-  if (looped) {
-    const int64_t guesses = io.Size(kLayersAfter + kLayerOperands * size_t(n), 1);
-    io.Require(guesses <= s.experts, "guesses", "at most " + std::to_string(s.experts) + " a layer", guesses);
-    pass.guesses = io.In<int32_t>("guesses", {n, guesses}), pass.guess_count = int(guesses);
   }
   if (ffi::Error error = io.error(); error.failure()) return error;
 

@@ -39,11 +39,9 @@ struct Pass {
   bool first, last;  // as cpu/layer.h
   int rows;          // of the arrays below, 1 to 16
   const int32_t *parents, *state, *path;
-  float* stream;           // [rows][hidden], in and out
-  uint16_t *q, *gate;      // [heads here][rows][c]
-  int32_t* ids;            // [layers][rows][k]
-  const int32_t* guesses;  // [layers][guess_count] experts that may be hit, or null: none
-  int guess_count;
+  float* stream;       // [rows][hidden], in and out
+  uint16_t *q, *gate;  // [heads here][rows][c]
+  int32_t* ids;        // [layers][rows][k]
   // workspace
   const int32_t* schedule;  // [blocks][kDenseGemms][2]: units begin .. end - 1 of each
   uint8_t* frames;          // of this rank

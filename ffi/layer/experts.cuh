@@ -99,38 +99,6 @@ __device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& produ
   if (!kUp && c.lane() == 0) ptx::MbarrierArrive(&route.taken);
 }
 
-// Tiles of the guessed experts, gate_up of all of them, then down; neighbours to different SMs. A pass of a tile each.
-template <bool kNvfp4, typename S>
-__device__ __forceinline__ void PrefetchTiles(const Context<S>& c) {
-  using Up = ExpertOf<S, true>;
-  using Down = ExpertOf<S, false>;
-  using P = PassOf<Up::kK, kNvfp4>;
-  const int count = c.pass().guess_count, up_tiles = count * Up::kTilesHere;
-  const int passes = (up_tiles + count * Down::kTilesHere) * P::kCount;
-  const int32_t* guesses = c.pass().guesses + int64_t(c.layer) * count;
-  const uint8_t* weights = c.arrays().experts;
-#pragma unroll 1
-  for (int i = c.block + c.blocks * c.lane(); i < passes; i += 32 * c.blocks) {
-    const int at = i / P::kCount;
-    const bool up = at < up_tiles;
-    const int tile = up ? at : at - up_tiles, tiles = up ? Up::kTilesHere : Down::kTilesHere;
-    const int expert = __ldg(guesses + tile / tiles);
-    if (expert < 0 || expert >= S::kExperts) continue;
-    const uint8_t* from = up ? ExpertTile<true, kNvfp4, S>(weights, S::kExperts, expert, tile % tiles)
-                             : ExpertTile<false, kNvfp4, S>(weights, S::kExperts, expert, tile % tiles);
-    ptx::CpAsyncBulkPrefetchL2(from + i % P::kCount * P::kBytes, P::kBytes);
-  }
-}
-
-// Into L2, before the list is there: the experts that may be hit (Pass::guesses) in the layer at hand.
-template <typename S>
-__device__ __forceinline__ void PrefetchExperts(const Context<S>& c) {
-  if (c.arrays().nvfp4)
-    PrefetchTiles<true>(c);
-  else
-    PrefetchTiles<false>(c);
-}
-
 // ---- MMA warps ----
 
 // Operand registers of this warp's ranges, pass by pass: column lane / 4 is a pair of the visit, or zeros.

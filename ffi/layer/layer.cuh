@@ -135,7 +135,6 @@ __device__ void Stream(Context<S>& c, Shared<S>& shared) {
     const bool more = c.layer + 1 < c.pass().count_layers;
     c.Fetch(c.layer + 1);
     PrefetchRouter(c);
-    PrefetchExperts(c);
     if (more) PrefetchSmall(c, c.layer + 1);
     StreamHistory(c, producer);
     EndPart(c, producer, Part::kKeys);

@@ -25,8 +25,6 @@ class Case:
         context: positions before the pass.
         layers: layers in one launch, 1 to 60.
         activations: as `DecodeConfig`.
-        guess: experts of a layer to fetch into L2 before its rows have chosen; 0: no speculation.
-        hit_share: how many percent of them the rows do choose.
 
     Raises:
         BenchError: a value out of range.
@@ -37,8 +35,6 @@ class Case:
     context: int = 2048
     layers: int = 8
     activations: str = "bf16"
-    guess: int = 0
-    hit_share: int = 100
 
     def __post_init__(self):
         c, k = RELEASED, RELEASED.num_experts_per_tok
@@ -46,23 +42,14 @@ class Case:
                 ("rows", 1, MAX_ROWS, "what a pass takes"),
                 ("distinct", k, min(self.rows * k, c.num_local_experts), f"rows {self.rows}, {k} choices each"),
                 ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
-                ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on"),
-                ("hit_share", 0, 100, "percent"),
-                ("guess", 0, c.num_local_experts, "experts of a layer"),
-                ("right_guesses", 0, self.distinct, f"{self.distinct} experts are hit")):
+                ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
             if not low <= getattr(self, name) <= high:
-                raise BenchError(f"bench layer: {name.replace('_', ' ')}: expected {low} to {high} ({why}), got "
-                                 f"{getattr(self, name)}")
+                raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
 
     @property
     def numbers(self) -> range:
         """The layers' numbers in the model."""
         return range(FIRST_LAYER, FIRST_LAYER + self.layers)
-
-    @property
-    def right_guesses(self) -> int:
-        """Of `guess` experts those that are hit."""
-        return round(self.guess * self.hit_share / 100)
 
     def slots(self, config, layer: int) -> int:
         """Positions that a layer's cache holds."""
@@ -91,7 +78,6 @@ class Timing:
         key_bytes: of history keys and values, read a layer.
         digest: hash of the residual streams of all launches.
         failed: what is wrong with the results; empty: nothing.
-        guessed: the same with `Case.guess` guesses, interleaved.
         phases: the same, a launch each phase, interleaved.
         baseline: the same by XLA, interleaved.
     """
@@ -105,7 +91,6 @@ class Timing:
     key_bytes: int
     digest: str
     failed: str = ""
-    guessed: Timing | None = None
     phases: Timing | None = None
     baseline: Timing | None = None
 
@@ -117,7 +102,7 @@ class Timing:
     @property
     def failures(self) -> list[str]:
         """Its own, and those of what it is compared with."""
-        return [t.failed for t in (self, self.guessed, self.phases, self.baseline) if t and t.failed]
+        return [t.failed for t in (self, self.phases, self.baseline) if t and t.failed]
 
 
 def expected_distinct(admitted: int, rows: int, k: int) -> float:
@@ -132,45 +117,20 @@ def admitted_experts(case: Case, config) -> int:
     return int(counts[np.argmin(np.abs(expected_distinct(counts, case.rows, k) - case.distinct))])
 
 
-def draw_guesses(case: Case, ids_ltj, rng: np.random.Generator) -> np.ndarray:
-    """Guesses before a launch whose rows choose `ids_ltj` [layers, rows, k].
-
-    Returns:
-        int32 [layers, case.guess], distinct in a layer: `case.right_guesses` experts that are hit, the rest not.
-
-    Raises:
-        BenchError: a layer hits too few experts for that, or too many.
-    """
-    right, wrong, total = case.right_guesses, case.guess - case.right_guesses, RELEASED.num_local_experts
-    out = []
-    for ids in ids_ltj:
-        hit = np.unique(ids)
-        if not right <= hit.size <= total - wrong:
-            raise BenchError(f"bench layer: guess: expected {right} to {total - wrong} experts hit in each layer, for "
-                             f"{right} right and {wrong} wrong guesses, got {hit.size}")
-        others = np.setdiff1d(np.arange(total), hit)
-        out.append(rng.permutation([*rng.choice(hit, right, False), *rng.choice(others, wrong, False)]))
-    return np.stack(out).astype(np.int32)
-
-
 def as_line(device: str, case: Case, timing: Timing, limit: float) -> str:
     """A case in one line.
 
-    E is the time of the experts' bytes at `limit` (GB/s), H of those fetched ahead and hit, W all else: the time is
-    W + E - H. The phases are `phases.PhasedLayers`, the baseline `reference.ReferenceLayers`.
+    E is the time of the experts' bytes at `limit` (GB/s), W all else; nothing is fetched ahead, so H is 0. The phases
+    are `phases.PhasedLayers`, the baseline `reference.ReferenceLayers`.
     """
     hits = ", ".join(f"{r} x {n:.1f}" for r, n in enumerate(timing.histogram, 1) if n >= 0.05)
+    e = timing.expert_bytes / limit / 1e3
     line = (f"{device}; one rank of 8, exchanges looped back; released sizes, NVFP4, {case.activations}; "
             f"rows {case.rows}; context {case.context}; {timing.layers} layers in one launch; D {case.distinct} asked, "
-            f"{timing.distinct:.1f} met (rows x experts: {hits}); {_time(timing)}, {_regimes(timing, limit)}; "
-            f"{timing.weight_bytes / 1e6:.1f} MB of weights, {timing.key_bytes / 1e6:.2f} MB of keys and values; "
+            f"{timing.distinct:.1f} met (rows x experts: {hits}); {_time(timing)}, W {timing.us[1] - e:.1f} E {e:.1f} "
+            f"H 0; {timing.weight_bytes / 1e6:.1f} MB of weights, {timing.key_bytes / 1e6:.2f} MB of keys and values; "
             f"{timing.gb_per_s:.0f} GB/s of weights, {timing.gb_per_s / limit:.1%} of {limit:.0f}; "
             f"result {timing.digest}")
-    if g := timing.guessed:
-        line += (f"; with {case.guess} experts a layer guessed and fetched ahead, {case.right_guesses} "
-                 f"({case.right_guesses / case.guess:.0%}) of them hit: {_time(g)}, "
-                 f"{_regimes(g, limit, case.right_guesses)}, {g.us[1] / timing.us[1]:.3f} times that without; result "
-                 f"{g.digest}")
     if p := timing.phases:
         line += (f"; the same phases one launch each in a CUDA graph, with the copies in between: {_time(p)}, "
                  f"{p.us[1] / timing.us[1]:.2f} times the kernel's; result {p.digest}")
@@ -185,13 +145,6 @@ def as_line(device: str, case: Case, timing: Timing, limit: float) -> str:
 def _time(timing: Timing) -> str:
     low, median, high = timing.us
     return f"{median:.1f} us a layer ({low:.1f} to {high:.1f})"
-
-
-def _regimes(timing: Timing, limit: float, ahead: int = 0) -> str:
-    """W, E and H, `ahead` experts fetched ahead and hit."""
-    e = timing.expert_bytes / limit / 1e3
-    h = e * ahead / timing.distinct
-    return f"W {timing.us[1] - e + h:.1f} E {e:.1f} H {round(h, 1):g}"
 
 
 def to_json(results: Sequence[tuple[Case, Timing]], limit: float, **more) -> dict:

@@ -18,7 +18,7 @@ import numpy as np
 
 from musejax import ffi
 from musejax.bench import limits
-from musejax.bench.cases import Case, Timing, admitted_experts, draw_guesses
+from musejax.bench.cases import Case, Timing, admitted_experts
 from musejax.bench.limits import BenchError
 from musejax.config import NUM_SLICES, RELEASED, DecodeConfig
 from musejax.kernels.attributes import layer_attributes, model_attribute
@@ -97,7 +97,6 @@ class LoopedLayers:
             self.kept += [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
                           for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim),
                                                  (heads, MAX_ROWS, c.head_dim)))]
-        self.no_guesses = jnp.zeros((case.layers, 0), jnp.int32)
         self.call = jax.jit(self._launch, donate_argnums=(1,))
 
     @property
@@ -110,7 +109,7 @@ class LoopedLayers:
         """Of a layer's other GEMMs."""
         return self.params[0]["dense"].size
 
-    def _launch(self, stream, kept, params, guesses):
+    def _launch(self, stream, kept, params):
         c, case = self.config, self.case
         call = Call(c, self.decode, "cuda")
         rows, n = case.rows, case.layers
@@ -127,7 +126,7 @@ class LoopedLayers:
                    jax.ShapeDtypeStruct((0, *stream.shape), jnp.float32), *map(like, kept))
         alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(n) for i in range(4)}
         out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
-            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands, guesses,
+            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
             model=model_attribute(c, self.decode), first=True, last=True, **layer_attributes(c, self.numbers, ()))
         return out[0], out[3], list(out[5:])
 
@@ -135,11 +134,9 @@ class LoopedLayers:
         """A residual stream, float32 [rows, d]."""
         return jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
 
-    def launch(self, stream, guesses=None):
-        """One launch -> (stream, ids [layers, rows, k]); the caches are kept. The bits do not depend on `guesses`,
-        int32 [layers, n]: experts whose weights are fetched into L2 ahead."""
-        guesses = self.no_guesses if guesses is None else guesses
-        stream, ids, self.kept = self.call(stream, self.kept, self.params, guesses)
+    def launch(self, stream):
+        """One launch -> (stream, ids [layers, rows, k]); the caches are kept."""
+        stream, ids, self.kept = self.call(stream, self.kept, self.params)
         return stream, ids
 
 
@@ -150,25 +147,21 @@ class Samples:
         self.layers = layers
         self.times, self.hits, self.digest, self.failed, self.first = [], [], hashlib.sha256(), "", None
 
-    def batch(self, streams, counted: bool, *more) -> list[np.ndarray]:
-        """Launches back to back, one a stream and its part of each of `more`; their time over all layers is one sample.
-        Returns the ids of each."""
-        inputs = list(zip(streams, *more, strict=True))
+    def batch(self, streams, counted: bool) -> None:
+        """Launches back to back, one a stream; their time over all layers is one sample."""
         begin = time.perf_counter()
-        out = jax.block_until_ready([self.layers.launch(*x) for x in inputs])
+        out = jax.block_until_ready([self.layers.launch(stream) for stream in streams])
         elapsed = time.perf_counter() - begin
         ffi.raise_wait_error()
-        chosen = [np.asarray(ids) for _, ids in out]
         if not counted:
-            return chosen
+            return
         self.times.append(elapsed / len(streams) / self.layers.case.layers * 1e6)
-        for (stream, _), ids in zip(out, chosen, strict=True):
-            self.hits.extend(ids)
+        for stream, ids in out:
+            self.hits.extend(np.asarray(ids))
             self.digest.update(np.asarray(stream).tobytes())
             if not np.isfinite(np.asarray(stream)).all():
                 self.failed = "results: expected finite numbers, got others"
         self.first = self.first or (streams[0], np.asarray(out[0][0]))
-        return chosen
 
     def check_repeat(self) -> None:
         """The first launch once more: the same bits are expected."""
@@ -206,16 +199,14 @@ def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline
             phases: bool = False) -> Timing:
     """Runs `batches` batches of `each` launches back to back, every launch with another stream, after one batch that is
     not counted. With `phases` or `baseline` the same batches of `phases.PhasedLayers` or `reference.ReferenceLayers`
-    come in between, one by one; the latter have fewer layers. So do, with `case.guess`, the same launches with guesses
-    made of what the rows chose without.
+    come in between, one by one; the latter have fewer layers.
 
     Raises:
-        BenchError: as `LoopedLayers` and `draw_guesses`.
+        BenchError: as `LoopedLayers`.
         WaitError: a wait inside a kernel did not end.
     """
     kernel = Samples(LoopedLayers(case, seed))
     others = {}
-    guessed, rng = Samples(kernel.layers), np.random.default_rng(seed)
     if phases:
         from musejax.bench.phases import PhasedLayers
 
@@ -226,16 +217,9 @@ def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline
         others["baseline"] = Samples(ReferenceLayers(case, kernel.layers.config, seed))
     for n in range(batches + 1):
         streams = jax.block_until_ready([kernel.layers.stream(1000 + n * each + i) for i in range(each)])
-        chosen = kernel.batch(streams, n > 0)
-        if case.guess:
-            guesses = [jnp.asarray(draw_guesses(case, ids, rng)) for ids in chosen]
-            guessed.batch(streams, n > 0, jax.block_until_ready(guesses))
-        for run in others.values():
+        for run in (kernel, *others.values()):
             run.batch(streams, n > 0)
     kernel.check_repeat()
-    if case.guess:
-        guessed.check_same(kernel)
-        others["guessed"] = guessed
     if phases:
         others["phases"].check_same(kernel)
     return replace(kernel.timing(), **{name: run.timing() for name, run in others.items()})

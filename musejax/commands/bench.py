@@ -47,11 +47,7 @@ def layer(args: Namespace) -> int:
     from musejax.bench import cases, layer
     from musejax.checkpoint.container import write_json
 
-    if args.hit_share is not None and not args.guess:
-        raise UsageError(f"--hit-share {args.hit_share}: expected --guess as well, got none")
-    share = 100 if args.hit_share is None else args.hit_share
-    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations,
-                            guess=args.guess, hit_share=share)
+    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations)
     module, device = layer.open_library()
     started = time.perf_counter()
     limit = layer.roofline(module)

@@ -21,11 +21,10 @@ struct Workspace {
 uint32_t spin_budget = 0;  // in 1,024 ns
 int only_rank = -1;        // if not negative, the other ranks of a launch do not run
 
-// Weights of a launch, and how often each byte was prefetched, where that is asked for.
+// Weights of a launch.
 struct Weights {
   const uint8_t* data;
   int64_t bytes;
-  uint8_t* prefetched;
 };
 std::vector<Weights> all_weights;
 
@@ -33,9 +32,7 @@ std::vector<Weights> all_weights;
 void OnPrefetch(const void* global, uint32_t bytes) {
   for (const Weights& w : all_weights) {
     const int64_t at = static_cast<const uint8_t*>(global) - w.data;
-    if (at < 0 || at + bytes > w.bytes) continue;
-    for (int64_t i = at; w.prefetched && i < at + bytes; ++i) ++w.prefetched[i];
-    return;
+    if (at >= 0 && at + bytes <= w.bytes) return;
   }
   assert(false);
 }
@@ -87,21 +84,20 @@ struct EmulatedRank {
   float* stream;
   uint16_t *q, *gate;
   int32_t* ids;
-  const void* const* pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys,
-                                // flight_values, tap, and for each byte of experts how often it was prefetched, or null
+  const void* const*
+      pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
 };
 
 // From now on only this rank runs in a launch of several; -1: all.
 extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
 
 // integers, floats: see ModelOf. numbers: of each layer slots, window, nvfp4. schedule: [blocks][5][2], of every rank.
-// guesses: [layers][guess_count], of every rank, or null.
 // Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
 extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
                              const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
                              const EmulatedRank* given, const int64_t* numbers, int slices, int blocks,
-                             const int32_t* schedule, const int32_t* guesses, int guess_count, uint32_t seed,
-                             int64_t max_units, double budget_ms, char* text, int text_size) {
+                             const int32_t* schedule, uint32_t seed, int64_t max_units, double budget_ms, char* text,
+                             int text_size) {
   const Model m = ModelOf(integers, floats);
   spin_budget = uint32_t(budget_ms * 1e6 / 1024);
   std::vector<PassParams> ranks(num_ranks);
@@ -112,9 +108,8 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
     pass.parents = parents, pass.state = state, pass.path = path, pass.stream = given[r].stream;
     pass.q = given[r].q, pass.gate = given[r].gate, pass.ids = given[r].ids;
     pass.schedule = schedule, pass.max_units = int(max_units);
-    pass.guesses = guesses, pass.guess_count = guess_count;
     for (int i = 0; i < layers; ++i) {
-      const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[10 * i + j]); };
+      const auto at = [&](int j) { return const_cast<void*>(given[r].pointers[9 * i + j]); };
       LayerArrays& l = pass.layers[i];
       l.dense = static_cast<uint8_t*>(at(0)), l.experts = static_cast<uint8_t*>(at(1));
       l.small = static_cast<float*>(at(2)), l.cos_sin = static_cast<float*>(at(3));
@@ -122,10 +117,9 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
       l.flight_keys = static_cast<uint16_t*>(at(6)), l.flight_values = static_cast<uint16_t*>(at(7));
       l.tap = static_cast<float*>(at(8));
       l.slots = int(numbers[3 * i]), l.window = int(numbers[3 * i + 1]), l.nvfp4 = numbers[3 * i + 2] != 0;
-      all_weights.push_back({l.dense, slices * DenseLayout(m.shape).bytes, nullptr});
-      all_weights.push_back(
-          {l.experts, slices * m.shape.experts * ExpertLayout(m.shape, l.nvfp4).bytes, static_cast<uint8_t*>(at(9))});
-      all_weights.push_back({static_cast<const uint8_t*>(at(2)), 4 * SmallLayout(m.shape, l.nvfp4).count, nullptr});
+      all_weights.push_back({l.dense, slices * DenseLayout(m.shape).bytes});
+      all_weights.push_back({l.experts, slices * m.shape.experts * ExpertLayout(m.shape, l.nvfp4).bytes});
+      all_weights.push_back({static_cast<const uint8_t*>(at(2)), 4 * SmallLayout(m.shape, l.nvfp4).count});
     }
   }
   std::string error;
