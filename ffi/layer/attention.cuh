@@ -192,7 +192,8 @@ __device__ __forceinline__ void StreamHistory(Context<S>& c, Producer& producer)
   });
 }
 
-// What the MMA warps have in common for all items: the first positions that rows g and g + 8 see, and that any row sees.
+// What the MMA warps have in common for all items: the first positions that rows g and g + 8 see, and that any row
+// sees.
 struct Seen {
   int first[2], first_key;
 };
@@ -201,8 +202,7 @@ struct Seen {
 template <typename S>
 __device__ __forceinline__ void ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8]) {
   Word w[6];
-  const Word* record =
-      RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + c.lane() / 4) + c.lane() % 4 * 3;
+  const Word* record = RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + c.lane() / 4) + c.lane() % 4 * 3;
   Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
 #pragma unroll
   for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = Register(w[i / 8 * 3 + i % 8 / 3], i % 8 % 3);
@@ -397,12 +397,15 @@ __device__ __noinline__ void AttendTail(Context<S>& c) {
   InShared(c);
   const History history = HistoryOf(c);
   const uint32_t path_of_lane = PathOfLane(c);
-  c.ForTasks(kTailBlocks * S::kKvHere * kRows, [&](int i) {
-    const int row = i % kRows, key_head = i / kRows % S::kKvHere, block = i / kRows / S::kKvHere;
-    const uint32_t path = __shfl_sync(kAllLanes, path_of_lane, row);
-    if (row < c.valid && block < history.TailsTo(PositionOf(c, path)))
-      AttendTailBlock(c, key_head, row, path, history.blocks.end, block);
-  }, 1);
+  c.ForTasks(
+      kTailBlocks * S::kKvHere * kRows,
+      [&](int i) {
+        const int row = i % kRows, key_head = i / kRows % S::kKvHere, block = i / kRows / S::kKvHere;
+        const uint32_t path = __shfl_sync(kAllLanes, path_of_lane, row);
+        if (row < c.valid && block < history.TailsTo(PositionOf(c, path)))
+          AttendTailBlock(c, key_head, row, path, history.blocks.end, block);
+      },
+      1);
 }
 
 // ---- merge -------------------------------------------------------------------------------------------------------

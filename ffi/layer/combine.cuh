@@ -37,8 +37,8 @@ __device__ __forceinline__ void ReceiveSlots(Context<S>& c, const CombineTask<S>
   }
 }
 
-// The leaf sums of squares of up to 8 slots, each as LeafSquares, slot `lane` % 8 in a lane. At each step of the trees a
-// lane keeps half of the slots and hands the sums of the others on, so that all slots take few shuffles.
+// The leaf sums of squares of up to 8 slots, each as LeafSquares, slot `lane` % 8 in a lane. At each step of the trees
+// a lane keeps half of the slots and hands the sums of the others on, so that all slots take few shuffles.
 template <int kWidth, int kSlots>
 __device__ __forceinline__ float LeavesOfSlots(const uint32_t (&z)[kSlots]) {
   const int lane = threadIdx.x % 32;
@@ -97,8 +97,7 @@ __device__ __forceinline__ float SlotRstds(Context<S>& c, int row) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) slice = slice + leaf[four * kEach + i];
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s)
-      total[four] = total[four] + __shfl_sync(kAllLanes, slice, c.lane() / 8 * 8 + s);
+    for (int s = 0; s < kSlices; ++s) total[four] = total[four] + __shfl_sync(kAllLanes, slice, c.lane() / 8 * 8 + s);
   }
   float mine = __shfl_sync(kAllLanes, total[0], c.lane() % 4 * 8);
   if constexpr (kFours == 2) {

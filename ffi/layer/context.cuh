@@ -171,11 +171,11 @@ struct Context {
 #pragma unroll 1
     for (int i = FirstTask(first); i < n; i += TaskStride()) task(i);
   }
-  __device__ __forceinline__ int FirstTask(int first = kFirstMmaWarp) const {
-    return block + blocks * Turn(first);
-  }
+  __device__ __forceinline__ int FirstTask(int first = kFirstMmaWarp) const { return block + blocks * Turn(first); }
   // Of a row warp: its number if warp `first` is 0.
-  __device__ __forceinline__ int Turn(int first = kFirstMmaWarp) const { return (warp + kRowWarps - first) % kRowWarps; }
+  __device__ __forceinline__ int Turn(int first = kFirstMmaWarp) const {
+    return (warp + kRowWarps - first) % kRowWarps;
+  }
   __device__ __forceinline__ int TaskStride() const { return blocks * kRowWarps; }
 };
 

@@ -150,8 +150,7 @@ __device__ __forceinline__ void PrefetchDense(const Context<S>& c, Dense which, 
   job.weights += c.layers[layer].dense - c.arrays().dense;
   const int bytes = OfDense<S>(which, [](auto d) { return decltype(d)::kUnitBytes; });
 #pragma unroll 1
-  for (int u = job.begin + c.lane(); u < job.end; u += 32)
-    ptx::CpAsyncBulkPrefetchL2(job.WeightsOf(u, bytes), bytes);
+  for (int u = job.begin + c.lane(); u < job.end; u += 32) ptx::CpAsyncBulkPrefetchL2(job.WeightsOf(u, bytes), bytes);
 }
 
 // ---- MMA warps ----
@@ -339,8 +338,8 @@ template <typename S, Dense kWhich, int kWidth>
 __device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int tile, int row) {
   using D = DenseOf<S, kWhich>;
   static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
-  const Word* first =
-      reinterpret_cast<const Word*>(c.Frame(D::kPartial)) + ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * kPairWords;
+  const Word* first = reinterpret_cast<const Word*>(c.Frame(D::kPartial)) +
+                      ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * kPairWords;
   return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
 }
 

@@ -66,8 +66,8 @@ enum : int {
 };
 }
 
-// Parts of a layer's weight stream, in order of time. Warp 0 notes two numbers at the end of each: the time, and for how
-// long the part had to wait, for a free stage of the ring or for the list of visits.
+// Parts of a layer's weight stream, in order of time. Warp 0 notes two numbers at the end of each: the time, and for
+// how long the part had to wait, for a free stage of the ring or for the list of visits.
 namespace Part {
 enum : int { kKeys, kOutPooler, kList, kUp, kDown, kUnpooler, kQkvg };
 }

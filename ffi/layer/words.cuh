@@ -91,8 +91,8 @@ __device__ __forceinline__ void Publish(Word* to, uint32_t r0, uint32_t r1, uint
 }
 
 // Waits until the tag of the word that the first of `lanes` misses is there. Only this word is read, and not all the
-// time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole warps; false:
-// given up.
+// time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole warps;
+// false: given up.
 //   missing: where the lane's tag is
 inline __device__ __noinline__ bool Await(Where* where, uint32_t tag, uint32_t lanes, const uint32_t* missing) {
   __builtin_assume(__isShared(where));
