@@ -16,7 +16,7 @@ from musejax.cache import LayerCache
 from musejax.config import NUM_SLICES
 from musejax.kernels.cache import MAX_ROWS
 from musejax.kernels.calls import Call, RowState
-from musejax.kernels.forward import chain
+from musejax.kernels.forward import chain, layer_on_devices
 
 
 def looped(x: jax.Array) -> jax.Array:
@@ -55,12 +55,5 @@ class PhasedLayers:
 
 def rank_layer(call: Call, layer: int, p: dict, stream, cos_sin, rows: RowState, stored, flight):
     """One layer of one rank, exchanges looped back -> (stream, ids, stored, flight)."""
-    first = jnp.int32(0)
     q, gate, stored, flight = call.attn_in(layer, stream, cos_sin, rows, p, stored, flight)
-    o, stored, flight = call.attention(layer, q, gate, rows, stored, flight)
-    a = call.attn_out(layer, looped(o), p)
-    stream, pooled, scores = call.pool(layer, stream, looped(a), p)
-    c, ids, weights = call.experts_up(layer, looped(pooled), looped(scores), rows, p, first)
-    y = call.experts_down(layer, looped(c), ids, p, first)
-    f = call.unpool(layer, call.combine(layer, looped(y), ids, weights, p), p)
-    return call.add_ffn(layer, stream, looped(f), p), ids, stored, flight
+    return layer_on_devices(call, layer, p, stream, q, gate, rows, stored, flight, gather=looped)

@@ -89,8 +89,9 @@ def embed(call: Call, params: dict, tokens_t, many: bool) -> jax.Array:
     return call.embed_norm(gather(rows) if many else rows)
 
 
-def layer_on_devices(call: Call, layer: int, p: dict, stream, q, gate, rows: RowState, stored, flight):
-    """One layer, attention to residual, on one of several devices -> (stream, ids, stored, flight)."""
+def layer_on_devices(call: Call, layer: int, p: dict, stream, q, gate, rows: RowState, stored, flight, gather=gather):
+    """One layer, attention to residual, on one of several devices -> (stream, ids, stored, flight). gather: slices here
+    [slices, ...] -> all slices."""
     zero = jnp.int32(0)
     o, stored, flight = call.attention(layer, q, gate, rows, stored, flight)
     a = call.attn_out(layer, gather(o), p)

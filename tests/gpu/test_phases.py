@@ -153,7 +153,7 @@ def test_score_has_the_bits_of_decoding(gpu, config, mode):
 def test_score_over_two_devices(gpu, config):
     """Half of the experts each."""
     if len(jax.devices(gpu.platform)) < 2:
-        pytest.skip("one device")
+        pytest.skip("needs two CUDA devices, here is one")
     params, tokens, decode = model_of(config).packed, tokens_of(config, 20), DecodeConfig()
     meshes = [score.make_mesh(n, gpu.platform) for n in (1, 2)]
     with jax.default_device(gpu):
