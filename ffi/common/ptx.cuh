@@ -36,6 +36,16 @@ MUSEJAX_PTX void MbarrierArrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(bar)) : "memory");
 }
 
+// One arrival of each thread whose `blocked` is 0, not before `value` is there: a load that it comes from has ended. (A
+// number has at most 32 bits set, which the compiler does not know.)
+MUSEJAX_PTX void MbarrierArriveAfter(uint64_t* bar, uint32_t value, uint32_t blocked) {
+  asm volatile(
+      "{\n.reg .pred p, q;\n.reg .u32 n;\npopc.b32 n, %1;\nsetp.eq.u32 q, %2, 0;\nsetp.le.and.u32 p, n, 32, q;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(SharedAddress(bar)),
+      "r"(value), "r"(blocked)
+      : "memory");
+}
+
 // One arrival that also makes the current phase wait for `bytes` of bulk copies.
 MUSEJAX_PTX void MbarrierArriveExpectTx(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(bar)), "r"(bytes)

@@ -81,10 +81,9 @@ __device__ __forceinline__ void PublishSlotSums(const Context<S>& c, const Combi
 template <typename S>
 __device__ __forceinline__ float SlotRstds(Context<S>& c, int row) {
   constexpr int kEach = S::kMoeBlocks / int(kSlices), kFours = (S::kTopK + 3) / 4;
-  static_assert(kEach % 2 == 0 || kFours == 1, "ReceiveFloats takes pairs side by side");
   const uint64_t* sums = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::sums_y));
   float leaf[kFours * kEach], total[kFours] = {};
-  ReceiveFloats(
+  ReceiveFloats<kEach % 2 == 0>(
       c.waiter, c.epoch,
       [&](int i) {
         const int slot = Min(i / kEach * 4 + c.lane() / 8, S::kTopK - 1);

@@ -184,14 +184,23 @@ __device__ __forceinline__ void StoreSums(float* partial, const float (&d)[2][4]
     for (int i = 0; i < 4; ++i) partial[(n * 8 + 2 * t + i % 2) * kPartialStride + g + i / 2 * 8] = d[n][i];
 }
 
-// A range of a stage, given back (done) once it is in registers.
+// Something of every load, for Consumer::Release.
+template <int kSteps>
+__device__ __forceinline__ uint32_t Loaded(const uint4 (&w)[kSteps]) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) all |= w[j].w;
+  return all;
+}
+
+// A range of a stage, given back by done(something of every load) once it is in registers.
 template <int kSteps, typename Done>
 __device__ __forceinline__ void MultiplyBf16(const uint8_t* tiles, const uint32_t (&b)[kSteps][4], float (&d)[2][4],
                                              const Done& done) {
   uint4 w[kSteps];
 #pragma unroll
   for (int j = 0; j < kSteps; ++j) w[j] = *reinterpret_cast<const uint4*>(tiles + j * 512);
-  done();
+  done(Loaded(w));
 #pragma unroll
   for (int j = 0; j < kSteps; ++j) {
     const uint32_t a[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
@@ -258,9 +267,9 @@ __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consum
         MultiplyRouter<kSteps>(range, kRouterRows, (at - slice * job.tiles) * 16, lane, b, d);
       } else {
         const uint8_t* stage = consumer.Wait(waiter);
-        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&] { consumer.Release(); });
+        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) { consumer.Release(loaded); });
       }
-      StoreSums(consumer.Enter(waiter), d, lane);
+      StoreSums(consumer.Enter(waiter, warp), d, lane);
       consumer.Leave();
       consumer.NextUnit();
     }

@@ -197,56 +197,48 @@ __device__ __forceinline__ void MultiplyCodes(float (&d)[4], uint32_t w, uint32_
 __device__ __forceinline__ uint32_t ScalesOf(uint32_t w) { return ptx::AndOr(w, 0x0FF00FF0u, 0x70007000u); }
 __device__ __forceinline__ uint32_t LaterScalesOf(uint32_t w) { return ScalesOf(__byte_perm(w, 0, 0x2301)); }
 
-// One range of a row tile: d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2. The stage is given back
-// (done) once it is in registers.
-template <int kK, typename Done>
-__device__ __forceinline__ void MultiplyNvfp4Tile(const uint8_t* stage, int range, int lane,
-                                                  const uint32_t (&b)[PassOf<kK, true>::kRegisters], float (&d)[4],
-                                                  const Done& done) {
-  constexpr int kTiles = PassOf<kK, true>::kRangeK / 64;
-  const uint8_t* codes = stage + range * kTiles * 512 + lane * 16;
-  const uint8_t* scales = stage + kK / 64 * 512 + range * kTiles * 64 + lane / 4 * 8;
-  uint4 w[kTiles];
-  uint2 s[kTiles];
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    w[i] = *reinterpret_cast<const uint4*>(codes + i * 512);
-    s[i] = *reinterpret_cast<const uint2*>(scales + i * 64);
-  }
-  done();
-  float later[4] = {};
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const uint32_t upper = ScalesOf(s[i].x), lower = ScalesOf(s[i].y);
-    const uint32_t later_upper = LaterScalesOf(s[i].x), later_lower = LaterScalesOf(s[i].y);
-    MultiplyCodes<0>(d, w[i].x, upper, lower, b[8 * i], b[8 * i + 1]);
-    MultiplyCodes<1>(later, w[i].y, upper, lower, b[8 * i + 2], b[8 * i + 3]);
-    MultiplyCodes<0>(d, w[i].z, later_upper, later_lower, b[8 * i + 4], b[8 * i + 5]);
-    MultiplyCodes<1>(later, w[i].w, later_upper, later_lower, b[8 * i + 6], b[8 * i + 7]);
-  }
-#pragma unroll
-  for (int r = 0; r < 4; ++r) d[r] = d[r] + later[r];
-}
+// Part of a range of an NVFP4 row tile, in registers: 16 x 64 codes and their scales, kEach times.
+template <int kK>
+struct Nvfp4Part {
+  static constexpr int kTiles = PassOf<kK, true>::kRangeK / 64;  // of 16 x 64 codes, in a range
+  static constexpr int kEach = kTiles % 2 == 0 ? kTiles / 2 : kTiles, kParts = kTiles / kEach;
+  uint4 codes[kEach];
+  uint2 scales[kEach];
 
-// The same of a bf16 tile, whose pass has the first registers.
-template <int kK, typename Done>
-__device__ __forceinline__ void MultiplyBf16Tile(const uint8_t* stage, int range, int lane,
-                                                 const uint32_t (&b)[PassOf<kK, false>::kRegisters], float (&d)[4],
-                                                 const Done& done) {
-  constexpr int kSteps = PassOf<kK, false>::kRangeK / 16;
-  const uint8_t* tiles = stage + range * kSteps * 512 + lane * 16;
-  uint4 w[kSteps];
+  __device__ __forceinline__ void Load(const uint8_t* stage, int range, int lane, int part) {
+    const int first = range * kTiles + part * kEach;
+    const uint8_t* code = stage + first * 512 + lane * 16;
+    const uint8_t* scale = stage + kK / 64 * 512 + first * 64 + lane / 4 * 8;
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) w[i] = *reinterpret_cast<const uint4*>(tiles + i * 512);
-  done();
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const uint32_t a[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
-    ptx::MmaM16N8K16Bf16(d, a, b[2 * i], b[2 * i + 1]);
+    for (int i = 0; i < kEach; ++i) {
+      scales[i] = *reinterpret_cast<const uint2*>(scale + i * 64);
+      codes[i] = *reinterpret_cast<const uint4*>(code + i * 512);
+    }
   }
-}
+  // Something of every load, for Consumer::Release.
+  __device__ __forceinline__ uint32_t Loaded() const {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) all |= codes[i].w | scales[i].y;
+    return all;
+  }
 
-// Sums of a tile -> partial [tile][column][tile row].
+  // d and later: sums of steps 0 and 2, and of 1 and 3, of each 64 columns; the range's sum is d + later.
+  //   b: of this part
+  __device__ __forceinline__ void Multiply(const uint32_t* b, float (&d)[4], float (&later)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i, b += 8) {
+      const uint32_t upper = ScalesOf(scales[i].x), lower = ScalesOf(scales[i].y);
+      const uint32_t later_upper = LaterScalesOf(scales[i].x), later_lower = LaterScalesOf(scales[i].y);
+      MultiplyCodes<0>(d, codes[i].x, upper, lower, b[0], b[1]);
+      MultiplyCodes<1>(later, codes[i].y, upper, lower, b[2], b[3]);
+      MultiplyCodes<0>(d, codes[i].z, later_upper, later_lower, b[4], b[5]);
+      MultiplyCodes<1>(later, codes[i].w, later_upper, later_lower, b[6], b[7]);
+    }
+  }
+};
+
+// Sums of a tile -> partial [tile][column][tile row]; d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2.
 __device__ __forceinline__ void StoreTile(float* partial, int tile, int lane, const float (&d)[4]) {
   float* to = partial + (tile * kVisitPairs + lane % 4 * 2) * kPartialStride + lane / 4;
 #pragma unroll
@@ -256,77 +248,125 @@ __device__ __forceinline__ void StoreTile(float* partial, int tile, int lane, co
 // Behind column g's first 16 sums of the first MMA warp lies the pair's decode scale, so that it travels with them.
 __device__ __forceinline__ int DecodeAt(int column) { return column * kPartialStride + 16; }
 
-// A unit, pass by pass; all warps, whatever they have to multiply.
-template <int kK, bool kNvfp4>
-__device__ __forceinline__ void MultiplyUnit(Waiter waiter, Consumer& consumer, int tiles, int warp, int lane,
-                                             uint32_t (&b)[PassOf<kK, kNvfp4>::kRegisters], float decode) {
-  using P = PassOf<kK, kNvfp4>;
+// `tiles` NVFP4 tiles of a visit, two a unit. Weights are loaded a part ahead, so that a warp has something to multiply
+// while they come.
+template <int kK>
+__device__ __forceinline__ void MultiplyNvfp4Tiles(Waiter waiter, Consumer& consumer, int tiles, int warp, int lane,
+                                                   const uint32_t (&b)[PassOf<kK, true>::kRegisters], float decode) {
+  using Part = Nvfp4Part<kK>;
+  Part parts[2];
+  const uint8_t* stage = consumer.Wait(waiter);
+  parts[0].Load(stage, warp, lane, 0);
+  float* partial = nullptr;
 #pragma unroll 1
-  for (int pass = 0; pass < P::kCount; ++pass) {
-    float* partial = nullptr;
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      float d[4] = {};
-      const uint8_t* stage = consumer.Wait(waiter);
-      const auto done = [&] { consumer.Release(); };
-      if (warp >= P::kActive)
-        done();
-      else if constexpr (kNvfp4)
-        MultiplyNvfp4Tile<kK>(stage, warp, lane, b, d, done);
-      else
-        MultiplyBf16Tile<kK>(stage, warp, lane, b, d, done);
-      if (tile == 0) partial = consumer.Enter(waiter);
-      StoreTile(partial, tile, lane, d);
+  for (int tile = 0; tile < tiles; ++tile) {
+    float d[4] = {}, later[4] = {};
+#pragma unroll
+    for (int i = 0; i < Part::kParts; ++i) {
+      const bool last = i + 1 == Part::kParts;
+      Part &now = parts[i % 2], &next = parts[(i + 1) % Part::kParts % 2];
+      if (last && Part::kParts == 1) now.Multiply(b + i * 8 * Part::kEach, d, later);
+      if (last) consumer.Release(now.Loaded());
+      if (last && tile + 1 < tiles) stage = consumer.Wait(waiter);
+      if (!last || tile + 1 < tiles) next.Load(stage, warp, lane, (i + 1) % Part::kParts);
+      if (Part::kParts > 1) now.Multiply(b + i * 8 * Part::kEach, d, later);
     }
-    if (kNvfp4 && warp == 0 && lane % 4 == 0) partial[DecodeAt(lane / 4)] = decode;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) d[r] = d[r] + later[r];
+    if (tile % 2 == 0) partial = consumer.Enter(waiter, warp);
+    StoreTile(partial, tile % 2, lane, d);
+    if (tile % 2 == 0 && tile + 1 < tiles) continue;
+    if (warp == 0 && lane % 4 == 0) partial[DecodeAt(lane / 4)] = decode;
     consumer.Leave();
-    Rotate<P::kPassRegisters>(b);
+    consumer.NextUnit();
   }
 }
 
-// What the experts of a layer multiply: a form of weight, and whether activations are brought to their grid here.
-enum class Form { kBf16, kNvfp4, kNvfp4PerToken };
+// The same of bf16 tiles, pass by pass of each unit; a pass of a tile is a stage.
+template <int kK>
+__device__ __forceinline__ void MultiplyBf16Tiles(Waiter waiter, Consumer& consumer, int tiles, int warp, int lane,
+                                                  uint32_t (&b)[PassOf<kK, false>::kRegisters]) {
+  using P = PassOf<kK, false>;
+  constexpr int kSteps = P::kRangeK / 16;
+#pragma unroll 1
+  for (int begin = 0; begin < tiles; begin += 2, consumer.NextUnit()) {
+#pragma unroll 1
+    for (int pass = 0; pass < P::kCount; ++pass) {
+      float* partial = nullptr;
+#pragma unroll 1
+      for (int tile = 0; tile < Min(2, tiles - begin); ++tile) {
+        const uint8_t* from = consumer.Wait(waiter) + warp * kSteps * 512 + lane * 16;
+        uint4 w[kSteps];
+        float d[4] = {};
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) w[i] = *reinterpret_cast<const uint4*>(from + i * 512);
+        consumer.Release(Loaded(w));
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const uint32_t a[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+          ptx::MmaM16N8K16Bf16(d, a, b[2 * i], b[2 * i + 1]);
+        }
+        if (tile == 0) partial = consumer.Enter(waiter, warp);
+        StoreTile(partial, tile, lane, d);
+      }
+      consumer.Leave();
+      Rotate<P::kPassRegisters>(b);
+    }
+  }
+}
+
+// Of a warp that has no range of K: the same stages, and nothing for the adding warps.
+__device__ __forceinline__ void PassOver(Waiter waiter, Consumer& consumer, int tiles, int warp, int passes) {
+#pragma unroll 1
+  for (int begin = 0; begin < tiles; begin += 2, consumer.NextUnit()) {
+#pragma unroll 1
+    for (int pass = 0; pass < passes; ++pass) {
+      for (int tile = begin; tile < Min(begin + 2, tiles); ++tile) consumer.Wait(waiter), consumer.Release();
+      consumer.Enter(waiter, warp), consumer.Leave();
+    }
+  }
+}
 
 // UP and DOWN share the code of their MMAs.
-template <Form kForm, typename S>
-__device__ __forceinline__ void MultiplyUnits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
-  constexpr bool kNvfp4 = kForm != Form::kBf16;
+template <bool kNvfp4, typename S>
+__device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
   using Up = ExpertOf<S, true>;
   using Down = ExpertOf<S, false>;
   static_assert(Up::kK == Down::kK, "both GEMMs of an expert have the same K");
   using P = PassOf<Up::kK, kNvfp4>;
-  const int units = up ? Up::kUnits : Down::kUnits, tiles = up ? Up::kTilesHere : Down::kTilesHere;
+  const int units = up ? Up::kUnits : Down::kUnits, tiles_here = up ? Up::kTilesHere : Down::kTilesHere;
   const UnitSpan span = UnitRange(route.visit_count, units, c.block, c.blocks);
   const int warp = c.warp - kFirstMmaWarp, lane = c.lane();
+  const bool per_token = kNvfp4 && Takes(c, Activations::kPerToken);
   const Waiter waiter = c.waiter;
-  uint32_t b[P::kRegisters];
-  float decode = 1.0f;
-  int loaded = -1;
 #pragma unroll 1
-  for (int u = span.begin; u < span.end; ++u) {
-    const int visit = u / units, first = (u - visit * units) * 2;
-    if (visit != loaded) {
-      if (up)
-        LoadPairs<true, kNvfp4>(c, route.visits[visit], b);
-      else
-        LoadPairs<false, kNvfp4>(c, route.visits[visit], b);
-      if constexpr (kForm == Form::kNvfp4PerToken)
-        decode = QuantizePairs(route.maxima[up ? 0 : 1][visit % 2], warp, lane, b);
-      loaded = visit;
-    }
-    MultiplyUnit<Up::kK, kNvfp4>(waiter, consumer, Min(2, tiles - first), warp, lane, b, decode);
-    consumer.NextUnit();
+  for (int u = span.begin; u < span.end;) {
+    const int visit = u / units, end = Min(span.end, (visit + 1) * units);
+    const int tiles = Min(2 * (end - u), tiles_here - 2 * (u - visit * units));
+    u = end;
+    uint32_t b[P::kRegisters];
+    float decode = 1.0f;
+    if (up)
+      LoadPairs<true, kNvfp4>(c, route.visits[visit], b);
+    else
+      LoadPairs<false, kNvfp4>(c, route.visits[visit], b);
+    if constexpr (kNvfp4)
+      if (per_token) decode = QuantizePairs(route.maxima[up ? 0 : 1][visit % 2], warp, lane, b);
+    if (warp >= P::kActive)
+      PassOver(waiter, consumer, tiles, warp, P::kCount);
+    else if constexpr (kNvfp4)
+      MultiplyNvfp4Tiles<Up::kK>(waiter, consumer, tiles, warp, lane, b, decode);
+    else
+      MultiplyBf16Tiles<Up::kK>(waiter, consumer, tiles, warp, lane, b);
   }
 }
 
 template <typename S>
 __device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
-  if (!c.arrays().nvfp4)
-    MultiplyUnits<Form::kBf16>(c, route, consumer, up);
-  else if (Takes(c, Activations::kPerToken))
-    MultiplyUnits<Form::kNvfp4PerToken>(c, route, consumer, up);
+  if (c.arrays().nvfp4)
+    MultiplyVisits<true>(c, route, consumer, up);
   else
-    MultiplyUnits<Form::kNvfp4>(c, route, consumer, up);
+    MultiplyVisits<false>(c, route, consumer, up);
 }
 
 // ---- adding warps ----

@@ -245,8 +245,10 @@ __device__ __forceinline__ void AddPartials(const Context<S>& c, const PhasePara
 template <int kWidth, typename S>
 __device__ __forceinline__ void StoreRows(const Context<S>& c, int64_t frame, int blocks, const PlainOut& out) {
   c.ForTasks(blocks * kRows, [&](int i) {
-    StoreColumns<kWidth>(out, i / kRows, i % kRows,
-                         ReceiveColumns<kWidth>(c.waiter, RecordAt<kWidth>(c.Frame(frame), i), c.epoch));
+    Word w[1];
+    const Word* mine = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(frame), i));
+    Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return mine; }, w);
+    StoreColumns<kWidth>(out, i / kRows, i % kRows, ColumnsOf<kWidth>(w[0]));
   });
 }
 

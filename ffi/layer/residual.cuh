@@ -13,13 +13,28 @@ namespace musejax::layer {
 template <typename S>
 inline constexpr int kResidualFloats = S::kHiddenBlock == 64 ? kRows * 64 : 2048;
 
-// Calls task(block of S, row, where the lane's two columns of S are) for all rows of this warp.
+// A warp's rows of a block of S, side by side, so that one row's latencies hide the other's: `count` of them, 1 or 2; with
+// one the second is the first again. s: where the lane's two columns of S are.
+struct ResidualRows {
+  int block, count, row[2];
+  Two* s[2];
+};
+
+// Calls task(rows) for each block of S in this SM.
 template <typename S, typename Task>
 __device__ __forceinline__ void ForResidual(const Context<S>& c, float* residual, const Task& task) {
+  static_assert(kRowWarps <= kRows && kRows <= 2 * kRowWarps, "a warp has one row or two");
+  const int first = c.Turn(), count = first + kRowWarps < kRows ? 2 : 1, second = count == 2 ? first + kRowWarps : first;
   int owned = 0;
-  for (int j = c.block; j < S::kHiddenBlocks; j += c.blocks, ++owned)
-    for (int row = c.Turn(); row < kRows; row += kRowWarps)
-      task(j, row, reinterpret_cast<Two*>(residual + (owned * kRows + row) * S::kHiddenBlock) + c.lane());
+  for (int j = c.block; j < S::kHiddenBlocks; j += c.blocks, ++owned) {
+    Two* block = reinterpret_cast<Two*>(residual + owned * kRows * S::kHiddenBlock) + c.lane();
+    task(ResidualRows{
+        j, count, {first, second}, {block + first * S::kHiddenBlock / 2, block + second * S::kHiddenBlock / 2}});
+  }
+}
+template <typename S>
+__device__ __forceinline__ Two ColumnsOfS(const Context<S>& c, const Two* s) {
+  return c.lane() < S::kHiddenBlock / 2 ? *s : Two{0.0f, 0.0f};
 }
 
 // Two columns' parameters, 1 in lanes beyond the block.
@@ -34,21 +49,23 @@ __device__ __forceinline__ Two Centred(Two gamma) { return Rounded({1.0f + gamma
 template <typename S>
 __device__ __noinline__ void LoadStream(const Context<S>& c, float* residual) {
   InShared(c);
-  ForResidual(c, residual, [&](int j, int row, Two* s) {
-    const bool here = c.lane() < S::kHiddenBlock / 2;
-    Two v = {0.0f, 0.0f};
-    if (here && row < c.pass().rows)
-      v = reinterpret_cast<const Two*>(c.pass().stream + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()];
-    if (here) *s = v;
+  ForResidual(c, residual, [&](const ResidualRows& rows) {
+    for (int i = 0; i < rows.count; ++i) {
+      if (c.lane() >= S::kHiddenBlock / 2) continue;
+      const float* from = c.pass().stream + int64_t(rows.row[i]) * S::kHidden + rows.block * S::kHiddenBlock;
+      *rows.s[i] = rows.row[i] < c.pass().rows ? reinterpret_cast<const Two*>(from)[c.lane()] : Two{0.0f, 0.0f};
+    }
   });
 }
 
 template <typename S>
 __device__ __noinline__ void StoreStream(const Context<S>& c, float* residual, float* to) {
   InShared(c);
-  ForResidual(c, residual, [&](int j, int row, Two* s) {
-    if (c.lane() < S::kHiddenBlock / 2 && row < c.pass().rows)
-      reinterpret_cast<Two*>(to + int64_t(row) * S::kHidden + j * S::kHiddenBlock)[c.lane()] = *s;
+  ForResidual(c, residual, [&](const ResidualRows& rows) {
+    for (int i = 0; i < rows.count; ++i)
+      if (c.lane() < S::kHiddenBlock / 2 && rows.row[i] < c.pass().rows)
+        reinterpret_cast<Two*>(to + int64_t(rows.row[i]) * S::kHidden + rows.block * S::kHiddenBlock)[c.lane()] =
+            *rows.s[i];
   });
 }
 
@@ -61,42 +78,63 @@ __device__ __forceinline__ Gate GateOf(const Model& m, float published) {
   return {sqrtf(square < m.gate_floor ? m.gate_floor : square), beta};
 }
 
-// S = alpha S + beta r(n), n the normed branch; then its sum of squares is published.
+// Where the leaves of a warp's two rows are, 2 kEach of them, in a frame of sums of squares.
+template <typename S>
+struct ResidualLeaves {
+  static constexpr int kEach = Leaves<S::kHiddenBlocks>::kEach;
+  const uint64_t* mine[2];
+  __device__ __forceinline__ ResidualLeaves(const Context<S>& c, int64_t sums, const ResidualRows& rows) {
+    const uint64_t* all = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + Leaves<S::kHiddenBlocks>::Mine();
+    mine[0] = all + rows.row[0] * S::kHiddenBlocks, mine[1] = all + rows.row[1] * S::kHiddenBlocks;
+  }
+  __device__ __forceinline__ const uint64_t* At(int i) const { return (i < kEach ? mine[0] : mine[1]) + i % kEach; }
+};
+
+// S = alpha S + beta r(n), n the normed branch.
 //   branch, sums: frames of the branch's rows and of the sums of squares of branch times gamma (null: of branch).
 template <typename S>
 __device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, const float* gate, const float* gamma,
                                        int64_t branch, int64_t sums) {
   InShared(c);
+  using L = Leaves<S::kHiddenBlocks>;
   constexpr int kWidth = S::kHiddenBlock;
   const Model& m = c.pass().model;
-  int at = -1;
-  Gate first{}, second{};
-  Two gain{};
-  ForResidual(c, residual, [&](int j, int row, Two* s) {
-    if (at != j) {
-      const Two g = Columns<kWidth>(gate, j, c.lane());
-      first = GateOf(m, g.a), second = GateOf(m, g.b);
-      if (gamma) gain = Centred(Columns<kWidth>(gamma, j, c.lane()));
-      at = j;
+  ForResidual(c, residual, [&](const ResidualRows& rows) {
+    const Two g = Columns<kWidth>(gate, rows.block, c.lane());
+    const Gate first = GateOf(m, g.a), second = GateOf(m, g.b);
+    Two gain{1.0f, 1.0f};
+    if (gamma) gain = Centred(Columns<kWidth>(gamma, rows.block, c.lane()));
+    const ResidualLeaves<S> leaves(c, sums, rows);
+    const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(branch), rows.block * kRows));
+    Word w[2];
+    float leaf[2 * L::kEach];
+    ReceiveBoth<L::kSideBySide>(
+        c.waiter, c.epoch, [&](int i) { return record + (i ? rows.row[1] : rows.row[0]) * 4 * RecordWords(kWidth); }, w,
+        [&](int i) { return leaves.At(i); }, leaf);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Two n = Unpack(ColumnsOf<kWidth>(w[i]));
+      if (gamma) n = Rounded({n.a * gain.a, n.b * gain.b});
+      const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, m.post_eps);
+      n = Rounded({n.a * rstd, n.b * rstd});
+      const Two s = ColumnsOfS(c, rows.s[i]);
+      if (i < rows.count && c.lane() < kWidth / 2)
+        *rows.s[i] = {fmaf(first.alpha, s.a, first.beta * n.a), fmaf(second.alpha, s.b, second.beta * n.b)};
     }
-    Two n = Unpack(ReceiveColumns<kWidth>(c.waiter, RecordAt<kWidth>(c.Frame(branch), j * kRows + row), c.epoch));
-    if (gamma) n = Rounded({n.a * gain.a, n.b * gain.b});
-    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks;
-    const float rstd = RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, m.post_eps);
-    n = Rounded({n.a * rstd, n.b * rstd});
-    if (c.lane() < kWidth / 2)
-      *s = {fmaf(first.alpha, s->a, first.beta * n.a), fmaf(second.alpha, s->b, second.beta * n.b)};
   });
 }
 
 template <typename S>
 __device__ __noinline__ void PublishSquares(const Context<S>& c, float* residual, int64_t sums) {
   InShared(c);
-  ForResidual(c, residual, [&](int j, int row, Two* s) {
-    const Two v = c.lane() < S::kHiddenBlock / 2 ? *s : Two{0.0f, 0.0f};
-    const float leaf = LeafSquares<S::kHiddenBlock>(v);
-    if (c.lane() == 0)
-      PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks + j, leaf, c.epoch);
+  ForResidual(c, residual, [&](const ResidualRows& rows) {
+    uint64_t* to = reinterpret_cast<uint64_t*>(c.Frame(sums)) + rows.block;
+    float leaf[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) leaf[i] = LeafSquares<S::kHiddenBlock>(ColumnsOfS(c, rows.s[i]));
+    const int i = c.lane();
+    if (i < rows.count)
+      PublishFloat<Scope::kGpu>(to + (i ? rows.row[1] : rows.row[0]) * S::kHiddenBlocks, i ? leaf[1] : leaf[0], c.epoch);
   });
 }
 
@@ -105,14 +143,24 @@ template <typename S>
 __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual, const float* gamma, int64_t sums,
                                            int64_t to) {
   InShared(c);
+  using L = Leaves<S::kHiddenBlocks>;
   constexpr int kWidth = S::kHiddenBlock;
-  ForResidual(c, residual, [&](int j, int row, Two* s) {
-    const Two gain = Centred(Columns<kWidth>(gamma, j, c.lane()));
-    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(sums)) + row * S::kHiddenBlocks;
-    const float rstd = RstdOfLeaves<S::kHiddenBlocks>(c.waiter, c.epoch, leaves, S::kHidden, c.pass().model.rms_eps);
-    const Two v = c.lane() < kWidth / 2 ? *s : Two{0.0f, 0.0f};
-    PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), j * kRows + row),
-                          RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch));
+  ForResidual(c, residual, [&](const ResidualRows& rows) {
+    const Two gain = Centred(Columns<kWidth>(gamma, rows.block, c.lane()));
+    const ResidualLeaves<S> leaves(c, sums, rows);
+    float leaf[2 * L::kEach];
+    ReceiveFloats<L::kSideBySide>(c.waiter, c.epoch, [&](int i) { return leaves.At(i); }, leaf);
+    Word word[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, c.pass().model.rms_eps);
+      const Two v = ColumnsOfS(c, rows.s[i]);
+      word[i] = RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (i < rows.count)
+        PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), rows.block * kRows + rows.row[i]), word[i]);
   });
 }
 
@@ -148,12 +196,10 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
     const int row = task % kRows, at = task / kRows, slice = at / kBlocks, block = at % kBlocks;
     const Word* first =
         reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * kPairWords;
+    Two gain{1.0f, 1.0f};  // before the wait, for it comes from far away
+    if (gamma) gain = Centred(Columns<kWidth>(gamma, c.pass().rank * S::kHiddenBlocksHere + at, c.lane()));
     const Two v = Rounded(FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks));
-    Two n = v;
-    if (gamma) {
-      const Two gain = Centred(Columns<kWidth>(gamma, c.pass().rank * S::kHiddenBlocksHere + at, c.lane()));
-      n = Rounded({v.a * gain.a, v.b * gain.b});
-    }
+    const Two n = gamma ? Rounded({v.a * gain.a, v.b * gain.b}) : v;
     const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
     const float leaf = LeafSquares<kWidth>(n);
     ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
@@ -207,18 +253,29 @@ __device__ __noinline__ void FinishRouter(const Context<S>& c) {
   }, 1);
 }
 
+// Cosines and sines of a row's columns, two a lane; none for a layer without rotation and for padding.
+struct Angles {
+  bool there;
+  float2 cosine, sine;
+};
+template <typename S>
+__device__ __forceinline__ Angles AnglesOf(const Context<S>& c, int row) {
+  const float* angles = c.arrays().cos_sin;
+  if (!angles || row >= c.pass().rows) return {false, {}, {}};
+  return {true, __ldg(reinterpret_cast<const float2*>(angles + row * 64) + c.lane() % 16),
+          __ldg(reinterpret_cast<const float2*>(angles + row * 64 + 32) + c.lane() % 16)};
+}
+
 // r(rms(x)), then rotated: pairs (i, i + 32).
 template <typename S>
-__device__ __forceinline__ Two NormAndRotate(const Context<S>& c, Two x, int row) {
+__device__ __forceinline__ Two NormAndRotate(const Context<S>& c, Two x, const Angles& at) {
   const float rstd = Rstd(LeafSquares<64>(x), 64, c.pass().model.rms_eps);
-  Two y = Rounded({x.a * rstd, x.b * rstd});
-  const float* angles = c.arrays().cos_sin;
+  const Two y = Rounded({x.a * rstd, x.b * rstd});
   const Two other = {__shfl_xor_sync(kAllLanes, y.a, 16), __shfl_xor_sync(kAllLanes, y.b, 16)};
-  if (!angles || row >= c.pass().rows) return y;
-  const float2 cosine = __ldg(reinterpret_cast<const float2*>(angles + row * 64) + c.lane() % 16);
-  const float2 sine = __ldg(reinterpret_cast<const float2*>(angles + row * 64 + 32) + c.lane() % 16);
-  if (c.lane() < 16) return {fmaf(y.a, cosine.x, -(other.a * sine.x)), fmaf(y.b, cosine.y, -(other.b * sine.y))};
-  return {fmaf(y.a, cosine.x, other.a * sine.x), fmaf(y.b, cosine.y, other.b * sine.y)};
+  if (!at.there) return y;
+  if (c.lane() < 16)
+    return {fmaf(y.a, at.cosine.x, -(other.a * at.sine.x)), fmaf(y.b, at.cosine.y, -(other.b * at.sine.y))};
+  return {fmaf(y.a, at.cosine.x, other.a * at.sine.x), fmaf(y.b, at.cosine.y, other.b * at.sine.y)};
 }
 
 // Heads of the layer at hand: q, k, v and gate, for its attention; and in global memory if that is another launch's.
@@ -229,9 +286,11 @@ __device__ __noinline__ void FinishHeads(const Context<S>& c, bool leave) {
   using F = Frames<S>;
   c.ForTasks(S::kSlicesHere * kEach * kRows, [&](int task) {
     const int row = task % kRows, slice = task / kRows / kEach, head = task / kRows % kEach;
-    const Two x = Rounded(FinishColumns<S, Dense::kQkvg, 64>(c, slice, head * 4, row));
     const bool is_q = head < kQ, is_k = !is_q && head < kQ + kKv, is_gate = head >= kQ + 2 * kKv;
-    const Two y = is_q || is_k ? NormAndRotate(c, x, row) : x;
+    Angles angles{};  // before the wait, for they come from far away
+    if (is_q || is_k) angles = AnglesOf(c, row);
+    const Two x = Rounded(FinishColumns<S, Dense::kQkvg, 64>(c, slice, head * 4, row));
+    const Two y = is_q || is_k ? NormAndRotate(c, x, angles) : x;
     const uint32_t columns = PackBf16(y.a, y.b);
     if (is_gate || is_q) {
       const int h = slice * kQ + (is_q ? head : head - kQ - 2 * kKv);

@@ -77,17 +77,14 @@ __device__ __forceinline__ int ExpertOfLane(int i) {
 template <typename S>
 __device__ __forceinline__ void ReceiveScores(Context<S>& c, const int (&row)[2],
                                               float (&score)[2][kExpertsOfLane<S>]) {
-  constexpr int kEach = kExpertsOfLane<S>, kAtOnce = kEach % 2 == 0 ? 2 : 1;  // ReceiveFloats takes pairs side by side
+  constexpr int kEach = kExpertsOfLane<S>;
   const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores));
+  float x[2 * kEach];
+  ReceiveFloats<kEach % 2 == 0>(
+      c.waiter, c.epoch,
+      [&](int i) { return scores + (i < kEach ? row[0] : row[1]) * S::kExperts + ExpertOfLane<S>(i % kEach); }, x);
 #pragma unroll
-  for (int first = 0; first < 2; first += kAtOnce) {
-    float x[kAtOnce * kEach];
-    ReceiveFloats(
-        c.waiter, c.epoch,
-        [&](int i) { return scores + row[first + i / kEach] * S::kExperts + ExpertOfLane<S>(i % kEach); }, x);
-#pragma unroll
-    for (int i = 0; i < kAtOnce * kEach; ++i) score[first + i / kEach][i % kEach] = x[i];
-  }
+  for (int i = 0; i < 2 * kEach; ++i) score[i / kEach][i % kEach] = x[i];
 }
 
 // The choices of a row, slot j in lane j. Whatever the scores, experts are distinct and exist.
@@ -202,6 +199,7 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
   InShared(c);
   constexpr int kWidth = S::kMoeBlock;
   using F = Frames<S>;
+  using L = Leaves<S::kMoeBlocks>;
   const float* small = c.arrays().small;
   const SmallLayout at = SmallOf(c);
   const bool is_static = Takes(c, Activations::kStatic);
@@ -209,9 +207,14 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
   c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
     const int row = task % kRows, block = task / kRows;
     const Two gain = Centred(Columns<kWidth>(small + at.expert_norm, block, c.lane()));
-    const Two p = Unpack(ReceiveColumns<kWidth>(c.waiter, RecordAt<kWidth>(c.Frame(F::p), task), c.epoch));
-    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks;
-    const float rstd = RstdOfLeaves<S::kMoeBlocks>(c.waiter, c.epoch, leaves, S::kMoe, c.pass().model.rms_eps);
+    const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(F::p), task));
+    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks + L::Mine();
+    Word word[1];
+    float leaf[L::kEach];
+    ReceiveBoth<L::kSideBySide>(
+        c.waiter, c.epoch, [&](int) { return record; }, word, [&](int i) { return leaves + i; }, leaf);
+    const Two p = Unpack(ColumnsOf<kWidth>(word[0]));
+    const float rstd = Rstd(L::Sum(leaf), S::kMoe, c.pass().model.rms_eps);
     const Two rounded = Rounded({p.a * rstd * gain.a, p.b * rstd * gain.b});
     float h[2] = {rounded.a, rounded.b};
     if (is_static) QuantizeBlock(h, 1.0f / input);

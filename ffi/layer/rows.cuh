@@ -32,7 +32,7 @@ __device__ __forceinline__ float LeafSum(Two v) {
   return sum;
 }
 template <int kWidth>
-__device__ __noinline__ float LeafSquares(Two v) {
+__device__ __forceinline__ float LeafSquares(Two v) {
   return LeafSum<kWidth>({v.a * v.a, v.b * v.b});
 }
 
@@ -41,30 +41,33 @@ __device__ __forceinline__ float Rstd(float sum, int width, float eps) {
   return 1.0f / sqrtf(sum / float(width) + eps);
 }
 
-// Rstd of a row of `width` columns from the tagged sums of its kLeaves leaves: inside each of 8 slices ascending from
-// +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass its sum on; or one a
-// lane.
+// The sum of squares of a row from the sums of its kLeaves leaves, kEach of them in a lane from Mine() on: inside each of
+// 8 slices ascending from +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass
+// its sum on; or one a lane.
 template <int kLeaves>
-__device__ __noinline__ float RstdOfLeaves(Waiter waiter, uint32_t tag, const uint64_t* leaves, int width, float eps) {
-  constexpr int kLanes = kLeaves >= 32 ? 4 : 1, kEach = kLeaves / int(kSlices) / kLanes;
-  const int lane = threadIdx.x % (kLanes * int(kSlices));
-  float leaf[kEach], slice = 0.0f;
-  ReceiveFloats(waiter, tag, [&](int i) { return leaves + lane * kEach + i; }, leaf);
+struct Leaves {
+  static constexpr int kLanes = kLeaves >= 32 ? 4 : 1, kEach = kLeaves / int(kSlices) / kLanes;
+  static constexpr bool kSideBySide = kEach % 2 == 0;
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % (kLanes * int(kSlices)); }
+  static __device__ __forceinline__ int Mine() { return Lane() * kEach; }
+
+  static __device__ __forceinline__ float Sum(const float* leaf) {
+    float slice = 0.0f, total = 0.0f;
 #pragma unroll
-  for (int turn = 0; turn < kLanes; ++turn) {
-    if (turn > 0) {
-      const float before = __shfl_up_sync(kAllLanes, slice, 1);
-      if (lane % kLanes == turn) slice = before;
+    for (int turn = 0; turn < kLanes; ++turn) {
+      if (turn > 0) {
+        const float before = __shfl_up_sync(kAllLanes, slice, 1);
+        if (Lane() % kLanes == turn) slice = before;
+      }
+      if (Lane() % kLanes == turn)
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) slice = slice + leaf[i];
     }
-    if (lane % kLanes == turn)
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) slice = slice + leaf[i];
+    for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, s * kLanes + kLanes - 1);
+    return total;
   }
-  float total = 0.0f;
-#pragma unroll
-  for (int s = 0; s < kSlices; ++s) total = total + __shfl_sync(kAllLanes, slice, s * kLanes + kLanes - 1);
-  return Rstd(total, width, eps);
-}
+};
 
 inline __device__ __noinline__ float SigmoidOf(float x) { return Sigmoid(x); }
 
@@ -80,7 +83,7 @@ __device__ __forceinline__ Word* RecordAt(uint8_t* frame, int64_t row) {
 
 // Of a row that lies two columns a lane: the word that this lane (below 4 RecordWords) publishes.
 template <int kWidth>
-__device__ __noinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
+__device__ __forceinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
   constexpr int kWords = RecordWords(kWidth), kRegs = RecordRegisters(kWidth);
   const int lane = threadIdx.x % 32, t = lane / kWords % 4, first = lane % kWords * 3;
   uint32_t r[3];
@@ -97,18 +100,18 @@ __device__ __forceinline__ void PublishRecord(Word* record, const Word& word) {
   if (lane < 4 * RecordWords(kWidth)) ptx::StRelaxed<Scope::kSys>(record + lane, word);
 }
 
-// The same row, received two columns a lane.
+// The same row two columns a lane, from the words that lanes receive at WordOfLane.
 template <int kWidth>
-__device__ __noinline__ uint32_t ReceiveColumns(Waiter waiter, const Word* record, uint32_t tag) {
+__device__ __forceinline__ const Word* WordOfLane(const Word* record) {
+  return record + Min(int(threadIdx.x % 32), 4 * RecordWords(kWidth) - 1);
+}
+template <int kWidth>
+__device__ __forceinline__ uint32_t ColumnsOf(const Word& word) {
   constexpr int kWords = RecordWords(kWidth);
-  const int lane = threadIdx.x % 32;
-  Word w[1];
-  const Word* mine = record + Min(lane, 4 * kWords - 1);
-  Receive<Scope::kSys>(waiter, tag, [&](int) { return mine; }, w);
-  const int reg = lane / 4, from = lane % 4 * kWords + reg / 3;
-  const uint32_t r0 = __shfl_sync(kAllLanes, Register(w[0], 0), from);
-  const uint32_t r1 = __shfl_sync(kAllLanes, Register(w[0], 1), from);
-  const uint32_t r2 = __shfl_sync(kAllLanes, Register(w[0], 2), from);
+  const int lane = threadIdx.x % 32, reg = lane / 4, from = lane % 4 * kWords + reg / 3;
+  const uint32_t r0 = __shfl_sync(kAllLanes, Register(word, 0), from);
+  const uint32_t r1 = __shfl_sync(kAllLanes, Register(word, 1), from);
+  const uint32_t r2 = __shfl_sync(kAllLanes, Register(word, 2), from);
   const uint32_t out = reg % 3 == 0 ? r0 : reg % 3 == 1 ? r1 : r2;
   return lane < kWidth / 2 ? out : 0;
 }

@@ -115,26 +115,28 @@ struct Consumer {
   RingCursor at;
   int buffer = 0;       // of the unit at hand
   uint32_t phases = 0;  // bit b: parity of the next use of buffer b
-  bool stuck = false;   // a wait for a stage was given up
+  uint32_t stuck = 0;   // not 0: a wait for a stage was given up
 
   __device__ __forceinline__ uint8_t* Wait(Waiter waiter) {
-    stuck |= !WaitBarrier(waiter, &Buffers().full[at.stage], at.phase);
+    if (!WaitBarrier(waiter, &Buffers().full[at.stage], at.phase)) stuck = 1;
     __syncwarp();
     return Buffers().ring[at.stage];
   }
-  // After the warp's last read of the stage. A warp that has given up does not free it: a copy may still be on its way.
-  __device__ __forceinline__ void Release() {
+  // After the warp's last read of the stage. The next copy into it, by another proxy, may come as soon as all warps have
+  // arrived, so reads must have ended, not only begun: `loaded` is made of something of each of them. A warp that has
+  // given up does not free the stage: a copy may still be on its way.
+  __device__ __forceinline__ void Release(uint32_t loaded = 0) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && !stuck) ptx::MbarrierArrive(&Buffers().empty[at.stage]);
+    ptx::MbarrierArriveAfter(&Buffers().empty[at.stage], loaded, threadIdx.x % 32 | stuck);
     at.Next();
   }
   __device__ void NextUnit() { buffer = buffer == kAdders - 1 ? 0 : buffer + 1; }
 
-  // MMA warps: where this warp's sums of the pass go; then Leave.
-  __device__ float* Enter(Waiter waiter) {
+  // MMA warp `warp` of 8: where its sums of the pass go; then Leave.
+  __device__ float* Enter(Waiter waiter, int warp) {
     WaitBarrier(waiter, &Buffers().partial_empty[buffer], (phases >> buffer & 1) ^ 1);
     __syncwarp();
-    return Buffers().partial[buffer][threadIdx.x / 32 - kFirstMmaWarp];
+    return Buffers().partial[buffer][warp];
   }
   __device__ void Leave() {
     __syncwarp();

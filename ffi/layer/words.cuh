@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "layer/sizes.h"
 
 namespace musejax::layer {
 
@@ -123,13 +124,15 @@ __device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& a
   }
 }
 
-// The same of N tagged floats, N odd or at(i) and at(i + 1) side by side for even i; two come with one load.
-template <int N, typename At>
+// The same of N tagged floats.
+//   kSideBySide: at(i) and at(i + 1) are, for even i, and come with one load; N is even
+template <bool kSideBySide, int N, typename At>
 __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N]) {
   for (;;) {
     int missing = -1;
     uint64_t w[N];
-    if constexpr (N % 2 == 0) {
+    if constexpr (kSideBySide) {
+      static_assert(N % 2 == 0, "two floats a load");
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
         const Word two = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const Word*>(at(i)));
@@ -151,6 +154,42 @@ __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const
   }
 }
 
+// N words and M tagged floats at once: what comes at one time takes one way to L2 and back.
+//   kSideBySide: at_float(i) and at_float(i + 1) are, for even i; M is even
+template <bool kSideBySide, int N, int M, typename At, typename AtFloat>
+__device__ __forceinline__ void ReceiveBoth(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N],
+                                            const AtFloat& at_float, float (&v)[M]) {
+  static_assert(!kSideBySide || M % 2 == 0, "two floats a load");
+  for (;;) {
+    int missing = -1;
+    uint64_t f[M];
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
+#pragma unroll
+    for (int i = 0; i < M; i += kSideBySide ? 2 : 1) {
+      if constexpr (kSideBySide) {
+        const Word two = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const Word*>(at_float(i)));
+        f[i] = two.lo, f[i + 1] = two.hi;
+      } else {
+        f[i] = ptx::LdRelaxed<Scope::kSys>(at_float(i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (EpochOf(w[i]) != tag) missing = i;
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+      v[i] = __uint_as_float(uint32_t(f[i]));
+      if (uint32_t(f[i] >> 32) != tag) missing = N + i;
+    }
+    const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
+    const uint32_t* tag_at = missing < N ? reinterpret_cast<const uint32_t*>(at(Max(missing, 0))) + 3
+                                         : reinterpret_cast<const uint32_t*>(at_float(missing - N)) + 1;
+    if (!Await(waiter.where, tag, lanes, tag_at)) return;
+  }
+}
+
 // One float and its tag.
 template <Scope kScope>
 __device__ __forceinline__ void PublishFloat(uint64_t* to, float value, uint32_t tag) {
@@ -158,7 +197,7 @@ __device__ __forceinline__ void PublishFloat(uint64_t* to, float value, uint32_t
 }
 __device__ __forceinline__ float ReceiveFloat(Waiter waiter, uint32_t tag, const uint64_t* at) {
   float v[1];
-  ReceiveFloats(waiter, tag, [&](int) { return at; }, v);
+  ReceiveFloats<false>(waiter, tag, [&](int) { return at; }, v);
   return v[0];
 }
 

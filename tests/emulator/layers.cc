@@ -123,7 +123,9 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
     }
   }
   std::string error;
-  if (m.top_k == 4 && slices == 8)
+  if (m.shape.moe_hidden == 2048 && m.top_k == 4 && slices == 8)
+    error = Run<Sizes<128, 32, 8, 64, 2048, 2048, 16, 4, 8>>(ranks, blocks, seed);
+  else if (m.top_k == 4 && slices == 8)
     error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(ranks, blocks, seed);
   else if (m.top_k == 4 && slices == 1)
     error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(ranks, blocks, seed);

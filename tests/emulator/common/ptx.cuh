@@ -31,6 +31,9 @@ inline void MbarrierArrive(uint64_t* bar) {
   assert(b.due() > 0);
   b.Set(b.due() - 1, b.need(), b.bytes(), b.parity());
 }
+inline void MbarrierArriveAfter(uint64_t* bar, uint32_t, uint32_t blocked) {
+  if (!blocked) MbarrierArrive(bar);
+}
 inline void MbarrierArriveExpectTx(uint64_t* bar, uint32_t bytes) {
   EmulatedMbarrier b{bar};
   assert(b.due() > 0);
