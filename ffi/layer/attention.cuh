@@ -410,21 +410,27 @@ __device__ __noinline__ void AttendTail(Context<S>& c) {
 
 // ---- merge -------------------------------------------------------------------------------------------------------
 
-// The total of 24 lanes (t, word), three of its 17 floats each: units, then tail blocks.
+// The total of 24 lanes (t, word), three of its 17 floats each: units, then tail blocks. And the row's gate, which comes
+// along with them.
 template <typename S>
 __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const History& history, int tails, int head,
-                                                     int row) {
+                                                     int row, uint32_t& gate) {
   const int mine = Min(c.lane(), 4 * kSumWords - 1), items = history.units + tails;
   constexpr int kUnitWords = int(Frames<S>::unit_bytes / 16);
   const Word* units = UnitSums(c, 0, head, row) + mine;
   const int tail = int(TailSums(c, head, row, 0) - UnitSums(c, 0, head, row)) - history.units * 4 * kSumWords;
   const auto at = [&](int i) { return units + (i < history.units ? i * kUnitWords : tail + i * 4 * kSumWords); };
+  const uint64_t* gates = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32;
   LevelSums<3> sums;
   for (int begin = 0; begin < items; begin += kMergeBatch) {
     const int end = history.EndOf(Min(begin + c.lane(), items - 1));  // of item `lane` of the batch
     const uint32_t chunks = __ballot_sync(kAllLanes, EndsChunk(end)), groups = __ballot_sync(kAllLanes, EndsGroup(end));
     Word w[kMergeBatch];
-    Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w);
+    float columns[1];
+    ReceiveBoth<false>(
+        c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w,
+        [&](int) { return gates + c.lane(); }, columns);
+    gate = __float_as_uint(columns[0]);
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
       const float item[3] = {__uint_as_float(Register(w[i], 0)), __uint_as_float(Register(w[i], 1)),
@@ -452,11 +458,9 @@ __device__ __forceinline__ Two WeightedMean(const float (&total)[3]) {
 // o of one row and head, two columns a lane: output norm and gate.
 template <typename S>
 __device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row) {
-  const uint64_t* gate_at =
-      reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32 + c.lane();
-  const Two gate = Unpack(__float_as_uint(ReceiveFloat(c.waiter, c.epoch, gate_at)));
-  const Two open = {SigmoidOf(gate.a), SigmoidOf(gate.b)};
-  const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row);
+  uint32_t gate = 0;
+  const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row, gate);
+  const Two open = {Sigmoid(Unpack(gate).a), Sigmoid(Unpack(gate).b)};
   const Two x = WeightedMean(sums.total);
   const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
   return PackBf16(x.a * scale * open.a, x.b * scale * open.b);

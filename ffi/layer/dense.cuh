@@ -209,27 +209,61 @@ __device__ __forceinline__ void MultiplyBf16(const uint8_t* tiles, const uint32_
   }
 }
 
-// Router weights are float32: each is the exact sum of three bf16 numbers, so three MMAs a step.
-//   range: [rows][kSteps * 16] of the slice; rows from `rows` on are zeros
-template <int kSteps>
-__device__ __forceinline__ void MultiplyRouter(const float* range, int rows, int first_row, int lane,
-                                               const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
-  const int row = first_row + lane / 4, column = 2 * (lane % 4);
-  constexpr int kAtOnce = Min(kSteps, 4);
+// Of the MMA warp at hand its range of a unit's input.
+template <int kSteps, int kBlock>
+__device__ __forceinline__ const Word* RangeOf(const DenseJob& job, int u) {
+  const int warp = int(threadIdx.x / 32) - kFirstMmaWarp;
+  return job.input + (job.ChunkOf(u) * kMmaWarps + warp) * (kSteps * 16 / kBlock) * kRows * 4 * RecordWords(kBlock);
+}
+
+// The units of a GEMM but the router's.
+template <int kSteps, int kBlock, typename S>
+__device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
+  const DenseJob job = JobOf(c, which);
+  const Waiter waiter = c.waiter;
+  const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
+  for (int u = job.begin; u < job.end;) {
+    const int end = Min(job.end, (job.ChunkOf(u) + 1) * job.slices * job.tiles);
+    uint32_t b[kSteps][4];
+    LoadRows<kSteps, kBlock>(waiter, job.epoch, RangeOf<kSteps, kBlock>(job, u), lane, b);
+#pragma unroll 1
+    for (; u < end; ++u) {
+      float d[2][4] = {};
+      const uint8_t* stage = consumer.Wait(waiter);
+      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) { consumer.Release(loaded); });
+      StoreSums(consumer.Enter(waiter, warp), d, lane);
+      consumer.Leave();
+      consumer.NextUnit();
+    }
+  }
+}
+
+// ---- the router ----
+//
+// Its weights are float32: each is the exact sum of three bf16 numbers, so three MMAs a step. They do not pass the
+// ring; an SM has a unit or none, whose weights a warp loads before it waits for its input.
+
+// A warp's range of a unit.
+template <int kSteps, int kSliceRows>
+struct RouterWeights {
+  float2 w[kSteps][4];
+
+  // range: [kSliceRows][kSteps * 16]; rows beyond are zeros
+  __device__ __forceinline__ void Load(const float* range, int first_row, int lane) {
+    const int row = first_row + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
-  for (int first = 0; first < kSteps; first += kAtOnce) {
-    float2 w[kAtOnce][4];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
+    for (int j = 0; j < kSteps; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         w[j][r] = {0.0f, 0.0f};
-        if (row + r % 2 * 8 < rows)
-          w[j][r] = __ldg(reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column +
-                                                          16 * (first + j) + r / 2 * 8));
+        if (kSliceRows % 16 == 0 || row + r % 2 * 8 < kSliceRows)
+          w[j][r] = __ldg(
+              reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column + 16 * j + r / 2 * 8));
       }
+  }
+  __device__ __forceinline__ void Multiply(const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
+    for (int j = 0; j < kSteps; ++j)
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         uint32_t a[4];
@@ -239,40 +273,31 @@ __device__ __forceinline__ void MultiplyRouter(const float* range, int rows, int
           const Two taken = Unpack(a[r]);
           w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
         }
-        ptx::MmaM16N8K16Bf16(d[0], a, b[first + j][0], b[first + j][1]);
-        ptx::MmaM16N8K16Bf16(d[1], a, b[first + j][2], b[first + j][3]);
+        ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
+        ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
       }
   }
-}
+};
 
-// The units of a GEMM. Float32 weights, the router's, do not pass the ring.
-template <int kSteps, int kBlock, bool kRouter, typename S>
-__device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
-  const DenseJob job = JobOf(c, which);
-  constexpr int kRouterRows = DenseOf<S, Dense::kRouter>::kColumns;
+template <typename S>
+__device__ __forceinline__ void RouterUnits(const Context<S>& c, Consumer& consumer) {
+  using D = DenseOf<S, Dense::kRouter>;
+  const DenseJob job = JobOf(c, Dense::kRouter);
   const Waiter waiter = c.waiter;
   const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
-  for (int u = job.begin; u < job.end;) {
-    const int chunk = job.ChunkOf(u), end = Min(job.end, (chunk + 1) * job.slices * job.tiles);
-    const int block = (chunk * kMmaWarps + warp) * (kSteps * 16 / kBlock);
-    uint32_t b[kSteps][4];
-    LoadRows<kSteps, kBlock>(waiter, job.epoch, job.input + block * kRows * 4 * RecordWords(kBlock), lane, b);
 #pragma unroll 1
-    for (; u < end; ++u) {
-      float d[2][4] = {};
-      if constexpr (kRouter) {
-        const int at = job.TileOf(u), slice = at / job.tiles;
-        const float* range = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes) +
-                             (chunk * kMmaWarps + warp) * kRouterRows * kSteps * 16;
-        MultiplyRouter<kSteps>(range, kRouterRows, (at - slice * job.tiles) * 16, lane, b, d);
-      } else {
-        const uint8_t* stage = consumer.Wait(waiter);
-        MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) { consumer.Release(loaded); });
-      }
-      StoreSums(consumer.Enter(waiter, warp), d, lane);
-      consumer.Leave();
-      consumer.NextUnit();
-    }
+  for (int u = job.begin; u < job.end; ++u) {
+    const int at = job.TileOf(u), slice = at / D::kTiles, range = job.ChunkOf(u) * kMmaWarps + warp;
+    const float* of_slice = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes);
+    RouterWeights<D::kSteps, D::kColumns> weights;
+    weights.Load(of_slice + range * D::kColumns * D::kRangeK, (at - slice * D::kTiles) * 16, lane);
+    uint32_t b[D::kSteps][4];
+    LoadRows<D::kSteps, D::kBlock>(waiter, job.epoch, RangeOf<D::kSteps, D::kBlock>(job, u), lane, b);
+    float d[2][4] = {};
+    weights.Multiply(b, d);
+    StoreSums(consumer.Enter(waiter, warp), d, lane);
+    consumer.Leave();
+    consumer.NextUnit();
   }
 }
 
@@ -314,13 +339,13 @@ __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer
   if (c.warp < kFirstMmaWarp)
     DenseSums(c, consumer, which);
   else if (which == Dense::kRouter)
-    DenseUnits<Hidden::kSteps, Hidden::kBlock, true>(c, consumer, which);
+    RouterUnits(c, consumer);
   else if (!kOutAlike && which == Dense::kOut)
-    DenseUnits<Out::kSteps, Out::kBlock, false>(c, consumer, which);
+    DenseUnits<Out::kSteps, Out::kBlock>(c, consumer, which);
   else if (!kMoeAlike && which == Dense::kUnpooler)
-    DenseUnits<Moe::kSteps, Moe::kBlock, false>(c, consumer, which);
+    DenseUnits<Moe::kSteps, Moe::kBlock>(c, consumer, which);
   else
-    DenseUnits<Hidden::kSteps, Hidden::kBlock, false>(c, consumer, which);
+    DenseUnits<Hidden::kSteps, Hidden::kBlock>(c, consumer, which);
 }
 
 // ---- row tasks ----

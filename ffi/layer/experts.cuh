@@ -238,7 +238,7 @@ struct Nvfp4Part {
   }
 };
 
-// Sums of a tile -> partial [tile][column][tile row]; d[r] is tile row lane / 4 + 8 (r / 2), column lane % 4 * 2 + r % 2.
+// Sums of a tile -> partial [tile][column][tile row]. d[r]: tile row lane / 4 + 8 (r / 2), column 2 (lane % 4) + r % 2.
 __device__ __forceinline__ void StoreTile(float* partial, int tile, int lane, const float (&d)[4]) {
   float* to = partial + (tile * kVisitPairs + lane % 4 * 2) * kPartialStride + lane / 4;
 #pragma unroll

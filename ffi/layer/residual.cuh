@@ -13,8 +13,8 @@ namespace musejax::layer {
 template <typename S>
 inline constexpr int kResidualFloats = S::kHiddenBlock == 64 ? kRows * 64 : 2048;
 
-// A warp's rows of a block of S, side by side, so that one row's latencies hide the other's: `count` of them, 1 or 2; with
-// one the second is the first again. s: where the lane's two columns of S are.
+// A warp's rows of a block of S, side by side, so that one row's latencies hide the other's: `count` of them, 1 or 2;
+// with one the second is the first again. s: where the lane's two columns of S are.
 struct ResidualRows {
   int block, count, row[2];
   Two* s[2];
@@ -24,7 +24,7 @@ struct ResidualRows {
 template <typename S, typename Task>
 __device__ __forceinline__ void ForResidual(const Context<S>& c, float* residual, const Task& task) {
   static_assert(kRowWarps <= kRows && kRows <= 2 * kRowWarps, "a warp has one row or two");
-  const int first = c.Turn(), count = first + kRowWarps < kRows ? 2 : 1, second = count == 2 ? first + kRowWarps : first;
+  const int first = c.Turn(), count = first + kRowWarps < kRows ? 2 : 1, second = first + (count - 1) * kRowWarps;
   int owned = 0;
   for (int j = c.block; j < S::kHiddenBlocks; j += c.blocks, ++owned) {
     Two* block = reinterpret_cast<Two*>(residual + owned * kRows * S::kHiddenBlock) + c.lane();
@@ -132,9 +132,9 @@ __device__ __noinline__ void PublishSquares(const Context<S>& c, float* residual
     float leaf[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) leaf[i] = LeafSquares<S::kHiddenBlock>(ColumnsOfS(c, rows.s[i]));
-    const int i = c.lane();
-    if (i < rows.count)
-      PublishFloat<Scope::kGpu>(to + (i ? rows.row[1] : rows.row[0]) * S::kHiddenBlocks, i ? leaf[1] : leaf[0], c.epoch);
+    const int row = c.lane() ? rows.row[1] : rows.row[0];
+    if (c.lane() < rows.count)
+      PublishFloat<Scope::kGpu>(to + row * S::kHiddenBlocks, c.lane() ? leaf[1] : leaf[0], c.epoch);
   });
 }
 

@@ -41,9 +41,9 @@ __device__ __forceinline__ float Rstd(float sum, int width, float eps) {
   return 1.0f / sqrtf(sum / float(width) + eps);
 }
 
-// The sum of squares of a row from the sums of its kLeaves leaves, kEach of them in a lane from Mine() on: inside each of
-// 8 slices ascending from +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which pass
-// its sum on; or one a lane.
+// The sum of squares of a row from the sums of its kLeaves leaves, kEach of them in a lane from Mine() on: inside each
+// of 8 slices ascending from +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which
+// pass its sum on; or one a lane.
 template <int kLeaves>
 struct Leaves {
   static constexpr int kLanes = kLeaves >= 32 ? 4 : 1, kEach = kLeaves / int(kSlices) / kLanes;

@@ -122,9 +122,9 @@ struct Consumer {
     __syncwarp();
     return Buffers().ring[at.stage];
   }
-  // After the warp's last read of the stage. The next copy into it, by another proxy, may come as soon as all warps have
-  // arrived, so reads must have ended, not only begun: `loaded` is made of something of each of them. A warp that has
-  // given up does not free the stage: a copy may still be on its way.
+  // After the warp's last read of the stage. The next copy into it, by another proxy, may come as soon as all warps
+  // have arrived, so reads must have ended, not only begun: `loaded` is made of something of each of them. A warp that
+  // has given up does not free the stage: a copy may still be on its way.
   __device__ __forceinline__ void Release(uint32_t loaded = 0) {
     __syncwarp();
     ptx::MbarrierArriveAfter(&Buffers().empty[at.stage], loaded, threadIdx.x % 32 | stuck);
