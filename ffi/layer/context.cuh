@@ -1,9 +1,10 @@
 // What a thread of the layer kernel knows: the pass, the layer at hand, who it is, and the frames.
 //
 // A frame is a global array of tagged words through which phases hand values on, one set for even and one for odd
-// epochs. Lemma (reuse): a word of epoch e + 2 is written after its writer has seen the sums of squares of epoch e + 1
-// of every block of S and the credits of all SMs, and an SM gives its credit of e + 1 only after all of its warps have
-// ended epoch e; so nobody can still wait for a word of epoch e that is being overwritten.
+// epochs. Lemma (reuse): an SM gives its credit of epoch e, and its sums of squares for z, after all of its warps have
+// ended epoch e - 1. It goes on when it has seen those of all SMs: the credit of an SM that owns nothing of S, credit or
+// sums of one that does. So who writes a word of epoch e knows that all SMs have ended e - 1, and who gives a credit of
+// epoch e that all have ended e - 2; nobody can still wait for a word of epoch e - 2 that is being overwritten.
 #pragma once
 
 #include "common/model.h"
@@ -100,9 +101,9 @@ struct Frames {
   static constexpr int64_t gate = v + Record(S::kKvHere * kRows, 64);                  // 8 B [heads here][row][32]
   static constexpr int64_t sums_x = gate + 8 * S::kHeadsHere * kRows * 32;             // f32 [row][hidden blocks]
   static constexpr int64_t sums_z = sums_x + 8 * kRows * S::kHiddenBlocks;             // f32 [row][hidden blocks]
-  static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;            // 8 B [1024 SMs]
+  static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;            // [1024 SMs]
   // Partial sums of dense GEMMs: [16-column tile here][chunk][row][8 words of two columns, as row tasks take them]
-  static constexpr int64_t part_qkvg = credits + 8 * 1024;
+  static constexpr int64_t part_qkvg = credits + 16 * 1024;
   static constexpr int64_t part_out = part_qkvg + Partial(S::kShape.qkvg_rows() * S::kSlicesHere, S::kHidden);
   static constexpr int64_t part_pool = part_out + Partial(S::kHidden / S::kRanks, S::kQWidth);
   static constexpr int64_t part_router = part_pool + Partial(S::kMoe / S::kRanks, S::kHidden);

@@ -138,7 +138,13 @@ __device__ __noinline__ void PublishSquares(const Context<S>& c, float* residual
   });
 }
 
-// x = r(rms(S) r(1 + gamma)), published in frame `to`.
+// Where the credits of 32 SMs are, from SM `first` on; the last one's again beyond it.
+template <typename S>
+__device__ __forceinline__ const Word* CreditOfLane(const Context<S>& c, int first) {
+  return reinterpret_cast<const Word*>(c.Frame(Frames<S>::credits)) + Min(first + c.lane(), c.blocks - 1);
+}
+
+// x = r(rms(S) r(1 + gamma)), published in frame `to`, when up to 32 SMs that own nothing of S have given their credits.
 template <typename S>
 __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual, const float* gamma, int64_t sums,
                                            int64_t to) {
@@ -148,9 +154,11 @@ __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual,
   ForResidual(c, residual, [&](const ResidualRows& rows) {
     const Two gain = Centred(Columns<kWidth>(gamma, rows.block, c.lane()));
     const ResidualLeaves<S> leaves(c, sums, rows);
+    const Word* credit = CreditOfLane(c, S::kHiddenBlocks);
+    Word credits[1], word[2];
     float leaf[2 * L::kEach];
-    ReceiveFloats<L::kSideBySide>(c.waiter, c.epoch, [&](int i) { return leaves.At(i); }, leaf);
-    Word word[2];
+    ReceiveBoth<L::kSideBySide>(
+        c.waiter, c.epoch, [&](int) { return credit; }, credits, [&](int i) { return leaves.At(i); }, leaf);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, c.pass().model.rms_eps);
@@ -171,16 +179,19 @@ __device__ __noinline__ void GiveCredit(const Context<S>& c) {
   InShared(c);
   ptx::BarSync(1, 32 * kRowWarps);
   if (c.warp == 1 && c.lane() == 0)
-    PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(Frames<S>::credits)) + c.block, 0.0f, c.epoch);
+    Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(Frames<S>::credits)) + c.block, 0, 0, 0, c.epoch);
 }
-// Of the SMs that own nothing of S: the others' sums of squares, which are sent after their credits, say the same.
+// Those of all SMs; where something of S is owned, those that PublishNormed does not see: it has the others' sums of
+// squares, which are sent after their credits, and 32 more.
 template <typename S>
 __device__ __noinline__ void AwaitCredits(const Context<S>& c) {
   InShared(c);
-  const uint64_t* credits = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::credits));
 #pragma unroll 1
-  for (int i = S::kHiddenBlocks; i < c.blocks; i += 32)
-    ReceiveFloat(c.waiter, c.epoch, credits + Min(i + c.lane(), c.blocks - 1));
+  for (int i = c.block < S::kHiddenBlocks ? S::kHiddenBlocks + 32 : 0; i < c.blocks; i += 32) {
+    const Word* credit = CreditOfLane(c, i);
+    Word w[1];
+    Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int) { return credit; }, w);
+  }
 }
 
 // ---- ends of the dense GEMMs ----

@@ -87,35 +87,39 @@ __device__ __forceinline__ void ReceiveScores(Context<S>& c, const int (&row)[2]
   for (int i = 0; i < 2 * kEach; ++i) score[i / kEach][i % kEach] = x[i];
 }
 
-// The choices of a row, slot j in lane j. Whatever the scores, experts are distinct and exist.
+// The choices of two rows, slot j in lane j. Whatever the scores, experts are distinct and exist.
 template <typename S>
-__device__ __forceinline__ Choice ChooseForRow(Context<S>& c, const float (&score)[kExpertsOfLane<S>],
-                                               const float (&bias)[kExpertsOfLane<S>]) {
+__device__ __forceinline__ void ChooseForRows(Context<S>& c, const float (&score)[2][kExpertsOfLane<S>],
+                                              const float (&bias)[kExpertsOfLane<S>], Choice (&mine)[2]) {
   constexpr int kEach = kExpertsOfLane<S>;
   const Model& m = c.pass().model;
-  uint32_t rank[kEach];
+  uint32_t rank[2][kEach];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)  // 0: not to be had
-    rank[i] = c.lane() * kEach + i < S::kExperts ? RankOf(score[i] + bias[i]) : 0;
+  for (int i = 0; i < 2 * kEach; ++i)  // 0: not to be had
+    rank[i / kEach][i % kEach] =
+        c.lane() * kEach + i % kEach < S::kExperts ? RankOf(score[i / kEach][i % kEach] + bias[i % kEach]) : 0;
 
-  Choice mine{S::kExperts, 0.0f};
-  float total = 0.0f;
+  float total[2] = {0.0f, 0.0f};
 #pragma unroll 1
   for (int slot = 0; slot < S::kTopK; ++slot) {
-    // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
-    const BestExpert best = BestOf<0, kEach>(rank, score);
-    const uint32_t top = __reduce_max_sync(kAllLanes, best.rank);
-    const int winner = (__ffs(int(__ballot_sync(kAllLanes, best.rank == top))) - 1) & 31;
-    const float taken = __shfl_sync(kAllLanes, best.score, winner);
-    const int id = Min(__shfl_sync(kAllLanes, c.lane() * kEach + best.at, winner), S::kExperts - 1);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (c.lane() * kEach + i == id) rank[i] = 0;
-    total = total + taken;
-    if (c.lane() == slot) mine = {id, taken};
+    for (int row = 0; row < 2; ++row) {
+      // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
+      const BestExpert best = BestOf<0, kEach>(rank[row], score[row]);
+      const uint32_t top = __reduce_max_sync(kAllLanes, best.rank);
+      const int winner = (__ffs(int(__ballot_sync(kAllLanes, best.rank == top))) - 1) & 31;
+      const float taken = __shfl_sync(kAllLanes, best.score, winner);
+      const int id = Min(__shfl_sync(kAllLanes, c.lane() * kEach + best.at, winner), S::kExperts - 1);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (c.lane() * kEach + i == id) rank[row][i] = 0;
+      total[row] = total[row] + taken;
+      if (c.lane() == slot) mine[row] = {id, taken};
+    }
   }
-  mine.weight = mine.weight / (total + m.route_eps) * m.routed_scale;
-  return mine;
+#pragma unroll
+  for (int row = 0; row < 2; ++row)
+    mine[row].weight = mine[row].weight / (total[row] + m.route_eps) * m.routed_scale;
 }
 
 // Row warps of every SM, one row or two each: ids and weights into `route`, and of the pass into pass.ids. Not by the
@@ -131,19 +135,21 @@ __device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
   float score[2][kEach], bias[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) bias[i] = __ldg(c.arrays().small + SmallOf(c).router_bias + ExpertOfLane<S>(i));
-  if (first < c.valid) ReceiveScores(c, {first, second < c.valid ? second : first}, score);
-#pragma unroll 1
-  for (int row = first; row < kRows; row += kChoosers) {
-    Choice choice{S::kExperts, 0.0f};
-    if (row < c.valid) choice = ChooseForRow(c, score[0], bias);
+  Choice choice[2] = {};
+  if (first < c.valid) {
+    ReceiveScores(c, {first, second < c.valid ? second : first}, score);
+    ChooseForRows(c, score, bias, choice);
+  }
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) score[0][i] = score[1][i];
-    if (c.lane() >= S::kTopK) continue;
-    route.ids[row][c.lane()] = int16_t(choice.expert);
-    route.weights[row][c.lane()] = choice.weight;
-    if (row < c.valid) atomicOr(&route.hits[route.lists % 2][choice.expert], 1u << row);
+  for (int i = 0; i < 2; ++i) {
+    const int row = i ? second : first;
+    if (row >= kRows || c.lane() >= S::kTopK) continue;
+    if (row >= c.valid) choice[i] = {S::kExperts, 0.0f};
+    route.ids[row][c.lane()] = int16_t(choice[i].expert);
+    route.weights[row][c.lane()] = choice[i].weight;
+    if (row < c.valid) atomicOr(&route.hits[route.lists % 2][choice[i].expert], 1u << row);
     if (row < c.pass().rows && row % c.blocks == c.block)
-      c.pass().ids[(int64_t(c.layer) * c.pass().rows + row) * S::kTopK + c.lane()] = choice.expert;
+      c.pass().ids[(int64_t(c.layer) * c.pass().rows + row) * S::kTopK + c.lane()] = choice[i].expert;
   }
   __syncwarp();
 }

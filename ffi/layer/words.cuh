@@ -195,10 +195,5 @@ template <Scope kScope>
 __device__ __forceinline__ void PublishFloat(uint64_t* to, float value, uint32_t tag) {
   ptx::StRelaxed<kScope>(to, uint64_t(tag) << 32 | __float_as_uint(value));
 }
-__device__ __forceinline__ float ReceiveFloat(Waiter waiter, uint32_t tag, const uint64_t* at) {
-  float v[1];
-  ReceiveFloats<false>(waiter, tag, [&](int) { return at; }, v);
-  return v[0];
-}
 
 }  // namespace musejax::layer
