@@ -103,8 +103,8 @@ def embed(model, tokens, length, parents):
 
 
 def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8, ranks=1, blocks=4, seed=0,
-        layers=None, first=True, last=True, start=None, max_units=8, budget_ms=2000.0, change=None,
-        schedule=None) -> Result:
+        layers=None, first=True, last=True, start=None, max_units=8, budget_ms=None, change=None,
+        schedule=None, rough=False) -> Result:
     """One launch.
 
     Args:
@@ -116,6 +116,8 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
         start: a `Result` to go on from, where `first` is false.
         change: called with the arrays of each layer before the launch, to break something.
         schedule: int32 [blocks, 5, 2] (`schedule.spans`), by default of `dense_schedule`.
+        rough: warps of unequal speeds, blocks that stop, and words and copies that arrive late, out of order.
+        budget_ms: of a wait, by the emulator's clock, which each reading advances; 2 s by default, more if rough.
     """
     config, t = model.config, len(tokens)
     decode = decode or DecodeConfig()
@@ -181,7 +183,8 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
     code = library().EmulateLayers(
         at(integers), at(floats), len(layers), int(first), int(last), t, at(parents), at(state), at(path), ranks,
         ctypes.byref(given), at(numbers), slices, blocks, at(schedule), ctypes.c_uint32(seed),
-        ctypes.c_int64(max_units), ctypes.c_double(budget_ms), text, len(text))
+        ctypes.c_bool(rough), ctypes.c_int64(max_units), ctypes.c_double(budget_ms or (1e6 if rough else 2000.0)), text,
+        len(text))
     if code == 2:
         raise ValueError(f"the emulator was not compiled for top_k {config.num_experts_per_tok}, {slices} slices")
     if code:

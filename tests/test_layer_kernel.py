@@ -13,9 +13,13 @@ from helpers import assert_same_bits
 from kernel_inputs import F32, SMALL, accepted, model_of, one_pass, random_cache
 
 from musejax.config import DecodeConfig
+from musejax.kernels.schedule import GEMMS, Shape, unit_counts
 from musejax.nvfp4 import ACTIVATIONS
 
 MAX_LENGTH = 1100
+DEEP = replace(SMALL, num_attention_heads=32, moe_hidden_size=1024, moe_intermediate_size=1024, num_hidden_layers=2,
+               layer_types=(), layer_rope_theta=(), nvfp4_layers=(1,))
+"""Two chunks of K in one dense GEMM (out); expert K of 1024, whose NVFP4 ranges are loaded in two parts."""
 TREES = {
     "chain": tuple(range(-1, 15)),
     "star": (-1,) + (0,) * 15,
@@ -134,6 +138,45 @@ def test_blocks_and_turns(blocks, seed):
     one = emulated.run(model, cache, tokens, TREES["random"])
     other = emulated.run(model, cache, tokens, TREES["random"], blocks=blocks, seed=seed)
     assert_same_result(one, other)
+
+
+@pytest.mark.parametrize("blocks, seed", [(4, 1), (10, 2), (10, 3)])
+def test_rough_weather(blocks, seed):
+    """Whatever is slow or late; with 10 SMs two own nothing of the residual stream."""
+    model, tokens = model_of(SMALL), tokens_of(16)
+    cache = after_a_pass(model, 250, [0, 1, 2])
+    calm = emulated.run(model, cache, tokens, TREES["random"])
+    rough = emulated.run(model, cache, tokens, TREES["random"], blocks=blocks, seed=seed, rough=True)
+    assert_same_result(calm, rough)
+
+
+def test_rough_weather_sees_what_calm_does_not():
+    """Copies that count as come when they are asked for."""
+    model, tokens = model_of(SMALL), tokens_of(16)
+    cache = random_cache(SMALL, 40, MAX_LENGTH)
+    right = emulated.run(model, cache, tokens)
+    emulated.library().EmulateEarlyCounts.argtypes = [ctypes.c_bool]
+    emulated.library().EmulateEarlyCounts(True)
+    try:
+        assert_same_result(right, emulated.run(model, cache, tokens, seed=1))
+        with pytest.raises(AssertionError):
+            assert_same_result(right, emulated.run(model, cache, tokens, seed=1, rough=True))
+    finally:
+        emulated.library().EmulateEarlyCounts(False)
+
+
+@pytest.mark.slow
+def test_deep():
+    """Against the twin; and with spans of dense units that begin and end inside chunks of K, in rough weather."""
+    model, tokens, sms = model_of(DEEP), tokens_of(16), 5
+    cache = after_a_pass(model, 250, [0, 1, 2])
+    assert check_against_twin(model, cache, tokens, TREES["random"]) <= RESIDUAL_BOUND
+    calm = emulated.run(model, cache, tokens, TREES["random"])
+    counts = unit_counts(Shape.of(DEEP), 8)
+    even = [[[counts[gemm] * i // sms, counts[gemm] * (i + 1) // sms] for gemm in GEMMS] for i in range(sms)]
+    assert any(begin < counts["out"] // 2 < end for (_, (begin, end), *_) in even), "a span of both chunks"
+    rough = emulated.run(model, cache, tokens, TREES["random"], blocks=sms, schedule=even, seed=2, rough=True)
+    assert_same_result(calm, rough)
 
 
 @pytest.mark.parametrize("mode", ACTIVATIONS)

@@ -135,7 +135,7 @@ __device__ __forceinline__ Two WeightedSum(const Context<S>& c, const RouteShare
     total = {total.a + sum.a, total.b + sum.b}, sum = {0.0f, 0.0f};
   };
   int last = -1;
-#pragma unroll
+#pragma unroll 1
   for (int place = 0; place < S::kTopK; ++place) {
     const int slot = __ffs(int(__ballot_sync(kAllLanes, order.place == place))) - 1;
     const int group = __shfl_sync(kAllLanes, order.group, slot);

@@ -1,10 +1,14 @@
 #include "fibers.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 // Saves the caller's registers and stack in *from and goes on with those in `to`. ucontext would ask the kernel for the
@@ -67,12 +71,60 @@ void Prepare(Fiber& f) {
   f.stack_pointer = sp;
 }
 
+struct Weather {
+  std::mt19937 random;
+  uint64_t turn = 0;
+  std::multimap<uint64_t, std::function<void()>> arrivals;  // by turn
+  std::unordered_map<const void*, uint64_t> last;           // arrival at an address
+  std::vector<uint32_t> slowness;                           // of a warp: it runs in one turn of slowness + 1
+  std::vector<uint64_t> stopped;                            // of a block: until this turn
+
+  Weather(uint32_t seed, size_t warps, size_t blocks) : random(seed), slowness(warps), stopped(blocks) {}
+
+  uint64_t Below(uint64_t n) { return random() % n; }
+  void Turn() {
+    ++turn;
+    while (!arrivals.empty() && arrivals.begin()->first <= turn) {
+      const auto what = std::move(arrivals.begin()->second);
+      arrivals.erase(arrivals.begin());
+      what();
+    }
+    if (turn % 512 == 1) {
+      for (uint32_t& s : slowness) s = Below(8) < 5 ? 0 : Below(8) ? 3 : 63;
+      last.clear();
+    }
+    for (uint64_t& s : stopped)
+      if (Below(2048) == 0) s = turn + Below(1024);
+  }
+  bool Holds(size_t block, size_t warp, const Warp& w) {
+    return stopped[block] > turn || w.asleep > turn || Below(slowness[warp] + 1) != 0;
+  }
+  void Add(const void* address, std::function<void()> what) {
+    const uint64_t delay = Below(8) ? Below(4) : Below(16) ? Below(64) : Below(2048);
+    uint64_t& due = last[address];
+    due = std::max(due, turn + delay);
+    arrivals.emplace(due, std::move(what));
+  }
+};
+Weather* weather = nullptr;
+
 }  // namespace
 
 void Yield() { EmulatorSwitch(&running->stack_pointer, scheduler); }
 
-void Launch(int grids, int blocks, int threads, size_t shared_bytes, uint32_t seed,
-            const std::function<void()>& kernel) {
+void Sleep() {
+  if (weather) current->warp->asleep = weather->turn + 6;
+  Yield();
+}
+
+void Arrive(const void* address, std::function<void()> what) {
+  if (weather)
+    weather->Add(address, std::move(what));
+  else
+    what();
+}
+
+void Launch(int grids, int blocks, int threads, size_t shared_bytes, Order how, const std::function<void()>& kernel) {
   grid_blocks = blocks, block_threads = threads, body = &kernel;
   blocks *= grids;
   std::vector<std::unique_ptr<uint8_t, decltype(&free)>> shared;
@@ -91,23 +143,34 @@ void Launch(int grids, int blocks, int threads, size_t shared_bytes, uint32_t se
   }
   std::vector<int> order(fibers.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = int(i);
-  std::mt19937 random(seed);
-  if (seed) {  // whole warps change places
+  std::mt19937 random(how.seed);
+  if (how.seed) {  // whole warps change places
     for (size_t w = warps.size() - 1; w > 0; --w) {
       const size_t other = random() % (w + 1);
       for (int i = 0; i < kWarpSize; ++i) std::swap(order[w * kWarpSize + i], order[other * kWarpSize + i]);
     }
   }
-  for (size_t left = fibers.size(); left;) {
+  Weather rough(how.seed, warps.size(), all.size());
+  weather = how.rough ? &rough : nullptr;
+  std::vector<uint8_t> held(warps.size());
+  for (size_t left = fibers.size(); left || !rough.arrivals.empty();) {
     left = 0;
+    if (how.rough) {
+      rough.Turn();
+      for (size_t w = 0; w < warps.size(); ++w) held[w] = rough.Holds(w * kWarpSize / threads, w, warps[w]);
+    }
     for (const int i : order) {
       if (fibers[i].done) continue;
+      if (held[i / kWarpSize]) {
+        ++left;
+        continue;
+      }
       running = &fibers[i], current = &fibers[i].thread;
       EmulatorSwitch(&scheduler, running->stack_pointer);
       left += !fibers[i].done;
     }
   }
-  current = nullptr;
+  current = nullptr, weather = nullptr;
 }
 
 const Warp::Slot* Exchange(const uint32_t* words, int count) {

@@ -41,7 +41,7 @@ void OnPrefetch(const void* global, uint32_t bytes) {
 std::map<std::string, Workspace> workspaces;
 
 template <typename S>
-std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
+std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order) {
   ErrorBlock error{};
   uint32_t abort = 0;
   static uint32_t budget;
@@ -65,7 +65,7 @@ std::string Run(std::vector<PassParams> ranks, int blocks, uint32_t seed) {
     }
   }
   ptx::on_prefetch = OnPrefetch;
-  emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), seed, [&] {
+  emulator::Launch(int(ranks.size()), blocks, kThreads, sizeof(Shared<S>), order, [&] {
     const int rank = emulator::current->block->grid;
     if (only_rank < 0 || rank == only_rank) Layers<S>(ranks[rank]);
   });
@@ -91,12 +91,15 @@ struct EmulatedRank {
 // From now on only this rank runs in a launch of several; -1: all.
 extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
 
+// From now on copies count as come when they are asked for.
+extern "C" void EmulateEarlyCounts(bool on) { ptx::counts_early = on; }
+
 // integers, floats: see ModelOf. numbers: of each layer slots, window, nvfp4. schedule: [blocks][5][2], of every rank.
 // Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
 extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
                              const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
                              const EmulatedRank* given, const int64_t* numbers, int slices, int blocks,
-                             const int32_t* schedule, uint32_t seed, int64_t max_units, double budget_ms, char* text,
+                             const int32_t* schedule, uint32_t seed, bool rough, int64_t max_units, double budget_ms, char* text,
                              int text_size) {
   const Model m = ModelOf(integers, floats);
   spin_budget = uint32_t(budget_ms * 1e6 / 1024);
@@ -123,14 +126,14 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
     }
   }
   std::string error;
-  if (m.shape.moe_hidden == 2048 && m.top_k == 4 && slices == 8)
-    error = Run<Sizes<128, 32, 8, 64, 2048, 2048, 16, 4, 8>>(ranks, blocks, seed);
+  if (m.shape.moe_hidden == 1024 && m.top_k == 4 && slices == 8)
+    error = Run<Sizes<128, 32, 8, 64, 1024, 1024, 16, 4, 8>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 4 && slices == 8)
-    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(ranks, blocks, seed);
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 4 && slices == 1)
-    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(ranks, blocks, seed);
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 2 && slices == 8)
-    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 2, 8>>(ranks, blocks, seed);
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 2, 8>>(ranks, blocks, {seed, rough});
   else
     return 2;
   snprintf(text, size_t(text_size), "%s", error.c_str());

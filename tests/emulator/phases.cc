@@ -32,7 +32,7 @@ std::string Run(PhaseParams params, int blocks, uint32_t seed, uint32_t budget) 
   params.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));
   params.epochs = w.epochs.data(), params.abort = &abort, params.budget = &budget, params.error = &error;
   params.exchange.count = 1, params.exchange.frames[0] = params.frames;
-  emulator::Launch(1, blocks, kThreads, sizeof(Shared<S>), seed, [&] { RunPhase<S>(params); });
+  emulator::Launch(1, blocks, kThreads, sizeof(Shared<S>), {seed, false}, [&] { RunPhase<S>(params); });
   if (!error.set) return "";
   workspaces.clear();
   return "block " + std::to_string(error.block) + " warp " + std::to_string(error.warp) + " phase " +

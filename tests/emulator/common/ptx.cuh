@@ -45,14 +45,22 @@ inline bool MbarrierTryWaitParity(uint64_t* bar, uint32_t parity) {
   return EmulatedMbarrier{bar}.parity() != (parity & 1);
 }
 
+// To break copies on purpose: they count as come when they are asked for.
+inline bool counts_early = false;
 inline uint64_t CreatePolicyEvictFirst() { return 0; }
 inline void CpAsyncBulk(void* shared, const void* global, uint32_t bytes, uint64_t* bar, uint64_t = 0) {
   assert(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0 &&
          bytes % 16 == 0 && bytes > 0);
-  memcpy(shared, global, bytes);
-  EmulatedMbarrier b{bar};
-  assert(b.bytes() >= bytes);
-  b.Set(b.due(), b.need(), b.bytes() - bytes, b.parity());
+  const auto count = [=] {
+    EmulatedMbarrier b{bar};
+    assert(b.bytes() >= bytes);
+    b.Set(b.due(), b.need(), b.bytes() - bytes, b.parity());
+  };
+  if (counts_early) count();
+  emulator::Arrive(shared, [=, early = counts_early] {
+    memcpy(shared, global, bytes);
+    if (!early) count();
+  });
 }
 inline void (*on_prefetch)(const void* global, uint32_t bytes) = nullptr;
 inline void CpAsyncBulkPrefetchL2(const void* global, uint32_t bytes) {
@@ -116,7 +124,7 @@ T LdRelaxed(const T* global) {
 }
 template <Scope, typename T, typename V>
 void StRelaxed(T* global, V value) {
-  *global = value;
+  emulator::Arrive(global, [=] { *global = value; });
 }
 
 inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
@@ -127,7 +135,7 @@ inline uint64_t GlobalTimer() {
   static uint64_t now = 0;
   return now += 1000;
 }
-inline void NanoSleep(uint32_t) { emulator::Yield(); }
+inline void NanoSleep(uint32_t) { emulator::Sleep(); }
 inline uint8_t* DynamicShared() { return emulator::current->block->shared; }
 
 inline constexpr uint64_t kSpinBudgetNs = 2'000'000'000;
