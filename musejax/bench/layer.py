@@ -74,9 +74,13 @@ def random_bf16(key, shape):
 
 
 class LoopedLayers:
-    """`case.layers` layers of one rank of 8 on the default device, ready to run."""
+    """`case.layers` layers of one rank of 8 on the default device, ready to run.
 
-    def __init__(self, case: Case, seed: int = 0):
+    Attributes:
+        tapped: float32 [layers, rows, d], the streams after each layer of the last launch, if they were asked for.
+    """
+
+    def __init__(self, case: Case, seed: int = 0, taps: bool = False):
         """Raises BenchError if the CUDA library has no instance for the released sizes."""
         self.case = case
         self.config = type(RELEASED)(nvfp4_layers=tuple(range(RELEASED.num_hidden_layers)))
@@ -86,6 +90,8 @@ class LoopedLayers:
             raise BenchError("bench layer: expected a library compiled for the released sizes of one rank of 8, got "
                              "one without; build with MUSEJAX_CUDA=ON")
         self.numbers = case.numbers
+        self.taps = tuple(case.numbers) if taps else ()
+        self.tapped = None
         self.decode = DecodeConfig(activations=case.activations)
         keys = jax.random.split(jax.random.key(seed), case.layers + 1)
         admitted = admitted_experts(case, c)
@@ -123,12 +129,13 @@ class LoopedLayers:
         like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
         results = (like(stream), like(parts), like(parts),
                    jax.ShapeDtypeStruct((n, rows, c.num_experts_per_tok), jnp.int32),
-                   jax.ShapeDtypeStruct((0, *stream.shape), jnp.float32), *map(like, kept))
+                   jax.ShapeDtypeStruct((len(self.taps), *stream.shape), jnp.float32), *map(like, kept))
         alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(n) for i in range(4)}
         out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
             stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
-            model=model_attribute(c, self.decode), first=True, last=True, **layer_attributes(c, self.numbers, ()))
-        return out[0], out[3], list(out[5:])
+            model=model_attribute(c, self.decode), first=True, last=True,
+            **layer_attributes(c, self.numbers, self.taps))
+        return out[0], out[3], out[4], list(out[5:])
 
     def stream(self, seed: int):
         """A residual stream, float32 [rows, d]."""
@@ -136,7 +143,7 @@ class LoopedLayers:
 
     def launch(self, stream):
         """One launch -> (stream, ids [layers, rows, k]); the caches are kept."""
-        stream, ids, self.kept = self.call(stream, self.kept, self.params)
+        stream, ids, self.tapped, self.kept = self.call(stream, self.kept, self.params)
         return stream, ids
 
 
