@@ -279,7 +279,7 @@ template <typename S>
 __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
   Consumer consumer;
   LoadStream(c, shared.residual);
-  if (!c.pass().first) PublishHeads(c);
+  if (!c.pass().first) GiveCredit(c), PublishHeads(c);  // every epoch has its credits
   Dense which = c.pass().first ? Dense::kQkvg : Dense::kOut;
   if (c.pass().first || RunsWhole(c)) {
 #pragma unroll 1

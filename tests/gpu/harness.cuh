@@ -70,7 +70,7 @@ int BlocksAtOnce() {
 // Ranks in one grid or each in a grid of its own: the same here.
 template <typename S>
 void LaunchTogether(const PassParams* ranks, int blocks, Silent silent) {
-  emulator::Launch(S::kRanks, blocks, kThreads, sizeof(Shared<S>), 1, [&] { Together<S>(ranks, silent); });
+  emulator::Launch(S::kRanks, blocks, kThreads, sizeof(Shared<S>), {1, false}, [&] { Together<S>(ranks, silent); });
 }
 template <typename S>
 void LaunchApart(const PassParams* ranks, int blocks) {
