@@ -323,6 +323,7 @@ __device__ __forceinline__ void TakeOperands(Context<S>& c, Shared<S>& shared, c
     case PhaseLaunch::kPool:
       PublishSummed<kHidden>(c, hidden, S::kHiddenBlocks, nullptr, F::a, F::sums_a);
       AddBranch(c, shared.residual, small + at.attention_residual_gate, nullptr, F::a, F::sums_a);
+      GiveCredit(c);  // for PublishNormed
       BeforeRouter(c, shared);
       break;
     case PhaseLaunch::kExpertsUp:
