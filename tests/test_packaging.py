@@ -115,8 +115,8 @@ ptxas info    : Function properties for _Z5otherv
     ("log", "kernel", "complaint"),
     [
         (LOG.format(stores=0), True, None),
-        (LOG.format(stores=2100), True, None),
-        (LOG.format(stores=2104), True, "instance_nano.cu: 4208 bytes of spill stores on 2 card(s), expected at most"),
+        (LOG.format(stores=120), True, None),
+        (LOG.format(stores=124), True, "instance_nano.cu: 248 bytes of spill stores on 2 card(s), expected at most"),
         ("", True, "no ptxas report"),
         ("", False, None),
     ],
