@@ -326,7 +326,7 @@ def test_head(config):
     x = round_bf16(stream)
     x = round_bf16(rms_norm(x, config.rms_norm_eps) * wide(model.host["final_norm"]))
     want = np.asarray(ref_attention.project(jnp.asarray(x), model.table["lm_head"], CANON))
-    # float32 sums of 128 to 2,048 terms in another order, XLA's of this CPU: sqrt(2,048) roundings of 2^-24, three times
+    # float32 sums of 128 to 2,048 terms in XLA's order on this CPU: sqrt(2,048) roundings of 2^-24, three times
     assert_near(whole(raw), want, 2.0**-17)
     whole_want = ref_forward.raw_logits(model.table, jnp.asarray(stream), config, DecodeConfig())
     assert_near(whole(raw), whole_want, 2.0**-6)
