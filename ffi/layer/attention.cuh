@@ -293,6 +293,7 @@ __device__ __forceinline__ void AttendUnit(Context<S>& c, Consumer& ring, Blocks
 #pragma unroll 1
     for (int block = part.begin; block < part.end; ++block)
       AttendStaged(stage, part.begin, block, q, c.pass().model.attention_scale, seen, chunk);
+    ptx::FenceProxyAsync();
     ring.Release();
     if (part.end % kChunkBlocks == 0 || part.end == blocks.end) total.Add(chunk), chunk = BlockSums();
   });

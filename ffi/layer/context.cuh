@@ -4,7 +4,8 @@
 // epochs. Lemma (reuse): an SM gives its credit of epoch e, and its sums of squares for z, after all of its warps have
 // ended epoch e - 1. It goes on when it has seen those of all SMs: the credit of an SM that owns nothing of S, credit or
 // sums of one that does. So who writes a word of epoch e knows that all SMs have ended e - 1, and who gives a credit of
-// epoch e that all have ended e - 2; nobody can still wait for a word of epoch e - 2 that is being overwritten.
+// epoch e that all have ended e - 2; nobody can still wait for a word of epoch e - 2 that is being overwritten. The
+// first epoch of a launch needs no credits for that: the launch before has ended.
 #pragma once
 
 #include "common/model.h"

@@ -123,8 +123,8 @@ struct Consumer {
     return Buffers().ring[at.stage];
   }
   // After the warp's last read of the stage. The next copy into it, by another proxy, may come as soon as all warps
-  // have arrived, so reads must have ended, not only begun: `loaded` is made of something of each of them. A warp that
-  // has given up does not free the stage: a copy may still be on its way.
+  // have arrived, so reads must have ended, not only begun: `loaded` is made of something of each of them, or a
+  // fence stands before. A warp that has given up does not free the stage: a copy may still be on its way.
   __device__ __forceinline__ void Release(uint32_t loaded = 0) {
     __syncwarp();
     ptx::MbarrierArriveAfter(&Buffers().empty[at.stage], loaded, threadIdx.x % 32 | stuck);

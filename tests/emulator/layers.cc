@@ -13,11 +13,6 @@ namespace {
 using namespace musejax;
 using namespace musejax::layer;
 
-struct Workspace {
-  std::vector<uint8_t> frames;
-  std::vector<uint32_t> epochs;
-};
-
 uint32_t spin_budget = 0;  // in 1,024 ns
 int only_rank = -1;        // if not negative, the other ranks of a launch do not run
 
@@ -38,7 +33,7 @@ void OnPrefetch(const void* global, uint32_t bytes) {
 }
 
 // Kept from call to call, as on a GPU: frames are used again under new tags.
-std::map<std::string, Workspace> workspaces;
+std::map<std::string, EmulatedWorkspace> workspaces;
 
 template <typename S>
 std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order) {
@@ -48,8 +43,8 @@ std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order
   budget = spin_budget;
   for (size_t r = 0; r < ranks.size(); ++r) {
     PassParams& pass = ranks[r];
-    Workspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
-                              std::to_string(blocks) + "/" + std::to_string(r) + "/" + std::to_string(pass.max_units)];
+    EmulatedWorkspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
+                                      std::to_string(blocks) + "/" + std::to_string(r) + "/" + std::to_string(pass.max_units)];
     w.frames.resize(2 * Frames<S>::Bytes(pass.max_units) + 16);
     w.epochs.resize(blocks);
     pass.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));

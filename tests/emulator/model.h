@@ -1,7 +1,15 @@
 // The model as musejax's tests hand it over with ctypes.
 #pragma once
 
+#include <vector>
+
 #include "common/model.h"
+
+// What a rank keeps from launch to launch.
+struct EmulatedWorkspace {
+  std::vector<uint8_t> frames;
+  std::vector<uint32_t> epochs;
+};
 
 // integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups,
 // activations. floats: rms_eps, ..., routed_scale as in ModelAttribute.

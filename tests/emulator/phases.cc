@@ -13,19 +13,14 @@ namespace {
 using namespace musejax;
 using namespace musejax::layer;
 
-struct Workspace {
-  std::vector<uint8_t> frames;
-  std::vector<uint32_t> epochs;
-};
-
 // Kept from call to call, as on a GPU: frames are used again under new tags.
-std::map<std::string, Workspace> workspaces;
+std::map<std::string, EmulatedWorkspace> workspaces;
 
 template <typename S>
 std::string Run(PhaseParams params, int blocks, uint32_t seed, uint32_t budget) {
   ErrorBlock error{};
   uint32_t abort = 0;
-  Workspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
+  EmulatedWorkspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
                             std::to_string(blocks) + "/" + std::to_string(params.max_units)];
   w.frames.resize(2 * Frames<S>::Bytes(params.max_units) + 16);
   w.epochs.resize(blocks);
