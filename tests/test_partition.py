@@ -162,10 +162,11 @@ def check_some_spans(library):
             check_spans(library, visits, 32, blocks)
 
 
+AT = "int(uint32_t(visits * each * block) / uint32_t(blocks))"
 BROKEN_SPANS = {
     "units of two SMs": ("block + 1, blocks)}", "block + 1, blocks) + (block + 1 < blocks)}", "units between parts"),
-    "units of no SM": ("each * block / blocks)", "each / blocks * block)", "units at an end are left out"),
-    "the share grows": ("each * block / blocks)", "each * block / blocks * block / blocks)", "a part that is not even"),
+    "units of no SM": (AT, "int(uint32_t(visits * each) / uint32_t(blocks) * block)", "units at an end are left out"),
+    "the share grows": (AT, "visits * each * block / blocks * block / blocks", "a part that is not even"),
 }
 
 

@@ -480,9 +480,8 @@ __device__ __noinline__ void MergeAttention(Context<S>& c) {
     const uint32_t o = row < c.valid ? MergeRow(c, history, path, head, row) : 0;
     const Word word = RecordWord<kHeadColumns>(o, c.epoch);
     ForRanks(c, head / kHeadsSlice, [&](uint8_t* frames, int slice) {
-      Word* to = RecordAt<kHeadColumns>(c.FrameOf(frames, Frames<S>::o),
-                                        (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row);
-      PublishRecord<kHeadColumns>(to, word);
+      const int record = (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row;
+      PublishRecord<kHeadColumns>(RecordAt<kHeadColumns>(frames + Frames<S>::o, record), word);
     });
   });
 }

@@ -70,10 +70,10 @@ __device__ __forceinline__ void PublishSlotSums(const Context<S>& c, const Combi
   const float mine = LeavesOfSlots<S::kMoeBlock>(z);
   if (c.lane() >= S::kTopK) return;
   const int pair = task.row * S::kTopK + c.lane();
+  const uint32_t tag = c.epoch;
   ForRanks(c, task.slice, [&](uint8_t* frames, int slice) {
-    uint64_t* sums = reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::sums_y));
-    PublishFloat<Scope::kSys>(sums + pair * S::kMoeBlocks + slice * CombineTask<S>::kBlocks + task.block, mine,
-                              c.epoch);
+    uint64_t* sums = reinterpret_cast<uint64_t*>(frames + Frames<S>::sums_y);
+    PublishFloat<Scope::kSys>(sums + pair * S::kMoeBlocks + slice * CombineTask<S>::kBlocks + task.block, mine, tag);
   });
 }
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ void FinishCombine(Context<S>& c, const RouteShared& 
   const Word word = RecordWord<kWidth>(PackBf16(m.a, m.b), c.epoch);
   ForRanks(c, task.slice, [&](uint8_t* frames, int slice) {
     const int block = slice * CombineTask<S>::kBlocks + task.block;
-    PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, Frames<S>::m), block * kRows + task.row), word);
+    PublishRecord<kWidth>(RecordAt<kWidth>(frames + Frames<S>::m, block * kRows + task.row), word);
   });
 }
 

@@ -145,10 +145,9 @@ struct Context {
   }
   __device__ __forceinline__ int lane() const { return int(threadIdx.x % 32); }
   __device__ __forceinline__ const LayerArrays& arrays() const { return at_hand[layer % 2]; }
-  __device__ __forceinline__ uint8_t* FrameOf(uint8_t* frames, int64_t offset) const {
-    return frames + (epoch & 1 ? F::Bytes(pass().max_units) : 0) + offset;
-  }
-  __device__ __forceinline__ uint8_t* Frame(int64_t offset) const { return FrameOf(pass().frames, offset); }
+  // Where the frames of this epoch begin.
+  __device__ __forceinline__ int64_t Parity() const { return epoch & 1 ? F::Bytes(pass().max_units) : 0; }
+  __device__ __forceinline__ uint8_t* Frame(int64_t offset) const { return pass().frames + Parity() + offset; }
 
   // The arrays of a layer, for NextLayer to find; ahead of time, since they come from far away. By the whole warp.
   __device__ __forceinline__ void Fetch(int of_layer) {
@@ -199,12 +198,15 @@ __device__ __forceinline__ void Stamp(const Context<S>& c, int at) {
 #endif
 }
 
-// Calls put(frames, slice) for every rank that is to see a value of local slice `slice_here`.
+// Calls put(frames of this epoch, slice) for every rank that is to see a value of local slice `slice_here`. What does
+// not depend on the rank is worked out before, for a store ends what the compiler knows of memory.
 template <typename S, typename Put>
 __device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, const Put& put) {
+  const Exchange& to = c.pass().exchange;
+  const int count = to.count;
+  const int64_t parity = c.Parity();
 #pragma unroll 1
-  for (int r = 0; r < c.pass().exchange.count; ++r)
-    put(c.pass().exchange.frames[r], c.pass().exchange.first_slice[r] + slice_here);
+  for (int r = 0; r < count; ++r) put(to.frames[r] + parity, to.first_slice[r] + slice_here);
 }
 
 // Where the small arrays of the layer at hand lie.

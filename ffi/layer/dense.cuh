@@ -143,16 +143,6 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
   const int begin = pieces * c.block / c.blocks, end = pieces * (c.block + 1) / c.blocks;
   if (end > begin && c.lane() == 0) ptx::CpAsyncBulkPrefetchL2(arrays.small + 4 * begin, 16 * (end - begin));
 }
-// Units of this SM that the ring has no room for while their input is not there yet.
-template <typename S>
-__device__ __forceinline__ void PrefetchDense(const Context<S>& c, Dense which, int layer) {
-  DenseJob job = JobOf(c, which);
-  job.weights += c.layers[layer].dense - c.arrays().dense;
-  const int bytes = OfDense<S>(which, [](auto d) { return decltype(d)::kUnitBytes; });
-#pragma unroll 1
-  for (int u = job.begin + c.lane(); u < job.end; u += 32) ptx::CpAsyncBulkPrefetchL2(job.WeightsOf(u, bytes), bytes);
-}
-
 // ---- MMA warps ----
 
 // B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to

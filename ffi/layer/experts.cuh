@@ -23,7 +23,8 @@ struct ExpertOf {
   using F = Frames<S>;
   static constexpr int kK = kUp ? S::kMoe : S::kInner;
   static constexpr int kTiles = (kUp ? 2 * S::kInner : S::kMoe) / int(kSlices) / 16;  // of a slice
-  static constexpr int kTilesHere = kTiles * S::kSlicesHere, kUnits = (kTilesHere + 1) / 2;
+  static constexpr int kTilesHere = kTiles * S::kSlicesHere, kUnits = kUp ? S::kUpUnits : S::kDownUnits;
+  static_assert(kUnits == (kTilesHere + 1) / 2, "a unit is two tiles");
 
   // The input: records of kWidth columns, kCount of them side by side.
   static constexpr int kWidth = kUp ? S::kMoeBlock : 16, kCount = kUp ? kRows : S::kPairs;
@@ -69,7 +70,7 @@ __device__ void StreamUnits(Context<S>& c, const RouteShared& route, Producer& p
   using E = ExpertOf<S, kUp>;
   using P = PassOf<E::kK, kNvfp4>;
   const uint8_t* weights = c.arrays().experts;
-  const UnitSpan span = UnitRange(route.visit_count, E::kUnits, c.block, c.blocks);
+  const UnitSpan span = route.spans[!kUp];
   // The tiles of a unit lie together, but for those of two slices.
   const auto tile_of = [&](int u, int i) {
     const ExpertUnit<E> at(u);
@@ -327,6 +328,11 @@ __device__ __forceinline__ void PassOver(Waiter waiter, Consumer& consumer, int 
   }
 }
 
+// Of a unit; divisors are constants, so that it takes no division.
+template <typename S>
+__device__ __forceinline__ int VisitOf(int u, bool up) {
+  return up ? u / ExpertOf<S, true>::kUnits : u / ExpertOf<S, false>::kUnits;
+}
 // UP and DOWN share the code of their MMAs.
 template <bool kNvfp4, typename S>
 __device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
@@ -335,13 +341,13 @@ __device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route
   static_assert(Up::kK == Down::kK, "both GEMMs of an expert have the same K");
   using P = PassOf<Up::kK, kNvfp4>;
   const int units = up ? Up::kUnits : Down::kUnits, tiles_here = up ? Up::kTilesHere : Down::kTilesHere;
-  const UnitSpan span = UnitRange(route.visit_count, units, c.block, c.blocks);
+  const UnitSpan span = route.spans[!up];
   const int warp = c.warp - kFirstMmaWarp, lane = c.lane();
   const bool per_token = kNvfp4 && Takes(c, Activations::kPerToken);
   const Waiter waiter = c.waiter;
 #pragma unroll 1
   for (int u = span.begin; u < span.end;) {
-    const int visit = u / units, end = Min(span.end, (visit + 1) * units);
+    const int visit = VisitOf<S>(u, up), end = Min(span.end, (visit + 1) * units);
     const int tiles = Min(2 * (end - u), tiles_here - 2 * (u - visit * units));
     u = end;
     uint32_t b[P::kRegisters];
@@ -416,9 +422,10 @@ __device__ __forceinline__ void FinishUp(const Context<S>& c, const Visit& visit
   const int column = c.lane() / 4;
   if (column >= visit.count) return;
   const uint32_t even = PackBf16(x[0], x[1]), odd = PackBf16(x[2], x[3]);
+  const int record = unit % kBlocks * S::kPairs + visit.pairs[column], t = c.lane() % 4;
+  const uint32_t tag = c.epoch;
   ForRanks(c, unit / kBlocks, [&](uint8_t* frames, int slice) {
-    const int record = (slice * kBlocks + unit % kBlocks) * S::kPairs + visit.pairs[column];
-    Publish<Scope::kSys>(RecordAt<16>(c.FrameOf(frames, Frames<S>::c), record) + c.lane() % 4, even, odd, 0, c.epoch);
+    Publish<Scope::kSys>(RecordAt<16>(frames + Frames<S>::c, slice * kBlocks * S::kPairs + record) + t, even, odd, 0, tag);
   });
 }
 
@@ -456,11 +463,11 @@ __device__ __forceinline__ void ExpertSums(Context<S>& c, RouteShared& route, Co
   }
   const Waiter waiter = c.waiter;
   const int units = up ? Up::kUnits : Down::kUnits, lane = c.lane();
-  const UnitSpan span = UnitRange(route.visit_count, units, c.block, c.blocks);
+  const UnitSpan span = route.spans[!up];
 #pragma unroll 1
   for (int u = span.begin; u < span.end; ++u, consumer.NextUnit()) {
     if (!consumer.Mine()) continue;
-    const int number = u / units, unit = u - number * units;
+    const int number = VisitOf<S>(u, up), unit = u - number * units;
     const Visit& visit = route.visits[number];
     float global[2] = {1.0f, 1.0f};
     if (nvfp4 && up) global[0] = __ldg(small + at.gate_up_global + 2 * visit.expert);

@@ -150,7 +150,6 @@ __device__ void Stream(Context<S>& c, Shared<S>& shared) {
     StreamDense(c, producer, Dense::kUnpooler);
     EndPart(c, producer, Part::kUnpooler);
     if (!more) break;
-    PrefetchDense(c, Dense::kQkvg, c.layer + 1);
     c.NextLayer();
     ahead = true;
   }

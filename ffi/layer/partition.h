@@ -26,9 +26,9 @@ struct UnitSpan {
 
 inline constexpr int kVisitCost = 1;  // what an SM pays for a visit's activations, in units
 
-// Where the part of SM `block` of visits * units_per_visit units begins.
+// Where the part of SM `block` of visits * units_per_visit units begins; products of both with blocks fit 31 bits.
 MUSEJAX_FN constexpr int UnitBegin(int visits, int units_per_visit, int block, int blocks) {
-  const int each = units_per_visit + kVisitCost, at = int(int64_t(visits) * each * block / blocks);
+  const int each = units_per_visit + kVisitCost, at = int(uint32_t(visits * each * block) / uint32_t(blocks));
   const int into = at % each - kVisitCost;
   return at / each * units_per_visit + (into > 0 ? into : 0);
 }

@@ -213,12 +213,12 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
     const Two n = gamma ? Rounded({v.a * gain.a, v.b * gain.b}) : v;
     const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
     const float leaf = LeafSquares<kWidth>(n);
+    const uint32_t tag = c.epoch;
     ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
       const int j = to * kBlocks + block;
-      PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, rows), j * kRows + row), word);
-      if (c.lane() == 0)
-        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(c.FrameOf(frames, sums)) + row * S::kHiddenBlocks + j,
-                                  leaf, c.epoch);
+      PublishRecord<kWidth>(RecordAt<kWidth>(frames + rows, j * kRows + row), word);
+      if (threadIdx.x % 32 == 0)
+        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(frames + sums) + row * S::kHiddenBlocks + j, leaf, tag);
     });
   });
 }
@@ -232,12 +232,13 @@ __device__ __noinline__ void FinishPooler(const Context<S>& c) {
     const Two v = Rounded(FinishColumns<S, Dense::kPooler, kWidth>(c, slice, block * kWidth / 16, row));
     const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
     const float leaf = LeafSquares<kWidth>(v);
+    const uint32_t tag = c.epoch;
     ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
       const int j = to * kBlocks + block;
-      PublishRecord<kWidth>(RecordAt<kWidth>(c.FrameOf(frames, Frames<S>::p), j * kRows + row), word);
-      if (c.lane() == 0)
-        PublishFloat<Scope::kSys>(
-            reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::sums_p)) + row * S::kMoeBlocks + j, leaf, c.epoch);
+      PublishRecord<kWidth>(RecordAt<kWidth>(frames + Frames<S>::p, j * kRows + row), word);
+      if (threadIdx.x % 32 == 0)
+        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(frames + Frames<S>::sums_p) + row * S::kMoeBlocks + j,
+                                  leaf, tag);
     });
   });
 }
@@ -252,13 +253,14 @@ __device__ __noinline__ void FinishRouter(const Context<S>& c) {
     const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
     const float score[2] = {SigmoidOf(v.a * c.pass().model.output_multiplier),
                             SigmoidOf(v.b * c.pass().model.output_multiplier)};
+    const uint32_t tag = c.epoch;
     ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
-      uint64_t* scores = reinterpret_cast<uint64_t*>(c.FrameOf(frames, Frames<S>::scores)) + row * S::kExperts;
+      uint64_t* scores = reinterpret_cast<uint64_t*>(frames + Frames<S>::scores) + row * S::kExperts;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = tile * 16 + 2 * c.lane() + i;
         if (c.lane() < 8 && column < D::kColumns)
-          PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], c.epoch);
+          PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], tag);
       }
     });
   }, 1);

@@ -22,7 +22,8 @@ struct RouteShared {
   float maxima[2][2][kMmaWarps][kVisitPairs];  // [up, down][visit % 2][MMA warp][column], for per-token activations
   uint32_t hits[2][kMostExperts];              // [list % 2][expert]: rows that chose it, a bit each
   int16_t ids[kRows][kMostSlots];              // the number of experts in padding rows
-  int visit_count, lists;                      // visits of the list; lists made in this launch
+  UnitSpan spans[2];                           // [up, down]: this SM's units of the list
+  int lists;                                   // made in this launch
 };
 static_assert(sizeof(RouteShared) <= 6144, "see sizes in layer.cuh");
 
@@ -30,7 +31,7 @@ static_assert(sizeof(RouteShared) <= 6144, "see sizes in layer.cuh");
 __device__ inline void InitRoute(RouteShared& route) {
   for (int i = threadIdx.x; i < 2 * kMostExperts; i += kThreads) route.hits[i / kMostExperts][i % kMostExperts] = 0;
   if (threadIdx.x != 0) return;
-  route.visit_count = route.lists = 0;
+  route.lists = 0;
   ptx::MbarrierInit(&route.listed, 1), ptx::MbarrierInit(&route.taken, 1);
   ptx::FenceMbarrierInit();
 }
@@ -177,7 +178,9 @@ __device__ __forceinline__ void WriteVisits(Context<S>& c, RouteShared& route, i
     visit.pairs[place.column] = uint8_t(pair);
     if (place.column == 0) visit.expert = int16_t(expert), visit.count = int16_t(place.count);
   }
-  if (threadIdx.x == 32) route.visit_count = VisitsBelow(masks, 32 * kWords);
+  if (c.warp == 1 && c.lane() < 2)
+    route.spans[c.lane()] = UnitRange(VisitsBelow(masks, 32 * kWords), c.lane() ? S::kDownUnits : S::kUpUnits, c.block,
+                                      c.blocks);
 }
 
 // Row warps, after ChooseExperts: warps that do not multiply list the visits, and tell warp 0 by `listed` (phase n is

@@ -51,6 +51,7 @@ struct Sizes {
   static constexpr int kInnerTiles = kInner / 16;         // 16-column blocks of an expert's inner width, whole model
   static constexpr int kInnerTilesHere = kInnerTiles / kRanks;
   static constexpr int kMoeTilesHere = kMoe / 16 / kRanks;
+  static constexpr int kUpUnits = kInnerTilesHere, kDownUnits = (kMoeTilesHere + 1) / 2;  // of a visit (experts.cuh)
 
   static_assert(kHeadDim == 64, "a head is one block of 64 columns");
   static_assert(kQWidth >= 512 && kHidden % 128 == 0 && kMoe % 128 == 0 && kInner % 128 == 0, "see bindings/pass.h");

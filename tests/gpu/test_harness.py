@@ -22,7 +22,19 @@ FAULTS = ("silent", "epoch", "units")
 SECONDS = 400
 """A run of the program takes at most these; then its own watchdog ends it."""
 
-EXPLAINED_RACES: dict[str, str] = {}
+ELECTED = ("an mbarrier at which one lane arrives for its warp after __syncwarp, or for several after a named barrier, "
+           "orders them; racecheck gives no order to what the other lanes did")
+
+EXPLAINED_RACES = {
+    r"CpAsyncBulk(.|\n)*(LoadPermuted|MultiplyBf16|Bf16Range|Nvfp4Part)|"
+    r"(LoadPermuted|MultiplyBf16|Bf16Range|Nvfp4Part)(.|\n)*CpAsyncBulk": f"a stage of the ring: {ELECTED}",
+    r"Store(Sums|Tile)\((.|\n)*(DenseSums|AddPasses)|(DenseSums|AddPasses)(.|\n)*Store(Sums|Tile)\(":
+        f"sums of ranges: {ELECTED}",
+    r"StreamUnits(.|\n)*WriteVisits|WriteVisits(.|\n)*StreamUnits": f"the list of visits: {ELECTED}",
+    r"Overdue\((.|\n)*Overdue\(": "lanes of a warp that have waited long write and read when the wait began: any of "
+                                  "their times will do",
+    r"Waiter::At\((.|\n)*Waiter::At\(": "lanes of a warp write the same numbers",
+}
 """What racecheck may report: a regular expression that finds the report, and why it is no race."""
 
 

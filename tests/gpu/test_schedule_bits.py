@@ -1,7 +1,8 @@
 """The layer kernel at the released sizes has the same bits whatever valid schedule of dense units it runs, every time.
 
-On an H200 the even schedule failed this: 66 of 1,000 launches of 24 layers had other bits (scripts/LOG.md). The other
-schedules here differ from the shipped one in one point each, so that the one that fails says where to look.
+With stages given back before their loads had returned, the even schedule failed this on an H200: 78 of 2,000 launches
+had other bits (scripts/LOG.md). The other schedules here differ from the shipped one in one point each, so that the one
+that fails says where to look.
 """
 
 from functools import partial
