@@ -115,7 +115,7 @@ def continuation(model, prompt: list[int], length: int) -> np.ndarray:
 
 def compare_devices(path, questions: list[str], positions: int, activations: str,
                     device: jax.Device) -> tuple[Agreement, list[Flip]]:
-    """The kernels of `device` against the CPU's, over that many positions of the CPU's own continuations."""
+    """The kernels of `device` against the CPU's, over that many positions of prompts and what the CPU says next."""
     if len(questions) < (needed := -(-positions // LENGTH)):
         raise SystemExit(f"expected at least {needed} questions, got {len(questions)}")
     decode = DecodeConfig(implementation="megakernel", activations=activations)
@@ -133,9 +133,9 @@ def compare_devices(path, questions: list[str], positions: int, activations: str
 def report(device: str, activations: str, positions: int, seen: Agreement, found: list[Flip], bound: float) -> bool:
     """Prints what compare_devices found; whether all flips are within the bound."""
     beyond = [flip for flip in found if flip.margin > bound]
-    print(f"{device} against the CPU twin, {activations}: {positions} positions of the twin's continuations; top-1 "
-          f"equal {seen.top1:.2%}; mean KL {seen.kl:.2e}, largest {seen.worst:.2f} nats; {len(found)} other tokens, "
-          f"{len(beyond)} of them where the twin's margin exceeds {bound}")
+    print(f"{device} against the CPU twin, {activations}: {positions} positions of prompts and what the twin says "
+          f"next; top-1 equal {seen.top1:.2%}; mean KL {seen.kl:.2e}, largest {seen.worst:.2f} nats; {len(found)} "
+          f"other tokens, {len(beyond)} of them where the twin's margin exceeds {bound}")
     for flip in found:
         print(f"  position {flip.position}: margin {flip.margin:.4f}, token {flip.want} on the CPU, {flip.got} there")
     return not beyond

@@ -33,7 +33,8 @@ def reference_layer(config, layer, packed, stream, stored, context, admitted, de
     """-> (stream float32 [t, d], ids [t, j]) after a layer, for a chain of rows after `context` positions."""
     at = jnp.arange(stream.shape[0], dtype=jnp.int32)
     rows = Rows(context + at, jnp.int32(len(at)), at[:, None] >= at)
-    # Trying out GEMM algorithms on a GPU takes XLA minutes, and which one it takes does not matter here.
+    # On an H200 XLA had not compiled this after 210 s. Trying out GEMM algorithms may be why, and which one it takes
+    # does not matter here.
     run = jax.jit(partial(reference.rank_layer, layer=layer, slots=admitted, config=config,
                           decode=decode or DecodeConfig()), compiler_options={"xla_gpu_autotune_level": "0"})
     out, ids, _ = run(table_slice(config, layer, packed), stream, stored=stored, length=jnp.int32(context), rows=rows)

@@ -143,6 +143,7 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
   const int begin = pieces * c.block / c.blocks, end = pieces * (c.block + 1) / c.blocks;
   if (end > begin && c.lane() == 0) ptx::CpAsyncBulkPrefetchL2(arrays.small + 4 * begin, 16 * (end - begin));
 }
+
 // ---- MMA warps ----
 
 // B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to

@@ -333,6 +333,7 @@ template <typename S>
 __device__ __forceinline__ int VisitOf(int u, bool up) {
   return up ? u / ExpertOf<S, true>::kUnits : u / ExpertOf<S, false>::kUnits;
 }
+
 // UP and DOWN share the code of their MMAs.
 template <bool kNvfp4, typename S>
 __device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
@@ -425,7 +426,8 @@ __device__ __forceinline__ void FinishUp(const Context<S>& c, const Visit& visit
   const int record = unit % kBlocks * S::kPairs + visit.pairs[column], t = c.lane() % 4;
   const uint32_t tag = c.epoch;
   ForRanks(c, unit / kBlocks, [&](uint8_t* frames, int slice) {
-    Publish<Scope::kSys>(RecordAt<16>(frames + Frames<S>::c, slice * kBlocks * S::kPairs + record) + t, even, odd, 0, tag);
+    Word* to = RecordAt<16>(frames + Frames<S>::c, slice * kBlocks * S::kPairs + record) + t;
+    Publish<Scope::kSys>(to, even, odd, 0, tag);
   });
 }
 

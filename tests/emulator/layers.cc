@@ -1,7 +1,6 @@
 // The layer kernel on the emulator, for tests: one C function that takes what the FFI call takes.
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -32,9 +31,6 @@ void OnPrefetch(const void* global, uint32_t bytes) {
   assert(false);
 }
 
-// Kept from call to call, as on a GPU: frames are used again under new tags.
-std::map<std::string, EmulatedWorkspace> workspaces;
-
 template <typename S>
 std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order) {
   ErrorBlock error{};
@@ -43,8 +39,7 @@ std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order
   budget = spin_budget;
   for (size_t r = 0; r < ranks.size(); ++r) {
     PassParams& pass = ranks[r];
-    EmulatedWorkspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
-                                      std::to_string(blocks) + "/" + std::to_string(r) + "/" + std::to_string(pass.max_units)];
+    EmulatedWorkspace& w = workspaces[{S::kSlicesHere, S::kTopK, blocks, int(r), pass.max_units}];
     w.frames.resize(2 * Frames<S>::Bytes(pass.max_units) + 16);
     w.epochs.resize(blocks);
     pass.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));

@@ -1,15 +1,19 @@
 // The model as musejax's tests hand it over with ctypes.
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "common/model.h"
 
-// What a rank keeps from launch to launch.
+// What a rank keeps from launch to launch, as on a GPU: frames are used again under new tags.
 struct EmulatedWorkspace {
   std::vector<uint8_t> frames;
   std::vector<uint32_t> epochs;
 };
+
+// By the numbers that a launch's size and place are told by.
+inline std::map<std::vector<int>, EmulatedWorkspace> workspaces;
 
 // integers: hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts, top_k, vocab, combine_groups,
 // activations. floats: rms_eps, ..., routed_scale as in ModelAttribute.

@@ -2,7 +2,6 @@
 #include "layer/phases.cuh"
 
 #include <cstdio>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -13,15 +12,11 @@ namespace {
 using namespace musejax;
 using namespace musejax::layer;
 
-// Kept from call to call, as on a GPU: frames are used again under new tags.
-std::map<std::string, EmulatedWorkspace> workspaces;
-
 template <typename S>
 std::string Run(PhaseParams params, int blocks, uint32_t seed, uint32_t budget) {
   ErrorBlock error{};
   uint32_t abort = 0;
-  EmulatedWorkspace& w = workspaces[std::to_string(S::kSlicesHere) + "/" + std::to_string(S::kTopK) + "/" +
-                            std::to_string(blocks) + "/" + std::to_string(params.max_units)];
+  EmulatedWorkspace& w = workspaces[{S::kSlicesHere, S::kTopK, blocks, params.max_units}];
   w.frames.resize(2 * Frames<S>::Bytes(params.max_units) + 16);
   w.epochs.resize(blocks);
   params.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));

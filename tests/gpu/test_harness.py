@@ -22,20 +22,19 @@ FAULTS = ("silent", "epoch", "units")
 SECONDS = 400
 """A run of the program takes at most these; then its own watchdog ends it."""
 
-ELECTED = ("an mbarrier at which one lane arrives for its warp after __syncwarp, or for several after a named barrier, "
-           "orders them; racecheck gives no order to what the other lanes did")
+ELECTED = ("an mbarrier orders them, at which one lane arrives for its warp after __syncwarp, or for several after a "
+           "named barrier; that racecheck gives no order to the other lanes is how we read its reports, not shown yet")
 
 EXPLAINED_RACES = {
-    r"CpAsyncBulk(.|\n)*(LoadPermuted|MultiplyBf16|Bf16Range|Nvfp4Part)|"
-    r"(LoadPermuted|MultiplyBf16|Bf16Range|Nvfp4Part)(.|\n)*CpAsyncBulk": f"a stage of the ring: {ELECTED}",
-    r"Store(Sums|Tile)\((.|\n)*(DenseSums|AddPasses)|(DenseSums|AddPasses)(.|\n)*Store(Sums|Tile)\(":
-        f"sums of ranges: {ELECTED}",
-    r"StreamUnits(.|\n)*WriteVisits|WriteVisits(.|\n)*StreamUnits": f"the list of visits: {ELECTED}",
-    r"Overdue\((.|\n)*Overdue\(": "lanes of a warp that have waited long write and read when the wait began: any of "
-                                  "their times will do",
-    r"Waiter::At\((.|\n)*Waiter::At\(": "lanes of a warp write the same numbers",
+    (r"LoadPermuted\(|MultiplyBf16(Tiles)?<", r"CpAsyncBulk\("): f"a stage of the ring: {ELECTED}",
+    (r"CpAsyncBulk\(", r"LoadPermuted\(|MultiplyBf16(Tiles)?<"): f"a stage of the ring: {ELECTED}",
+    (r"Store(Sums|Tile)\(", r"DenseSums<|AddPasses\("): f"sums of ranges: {ELECTED}",
+    (r"StreamUnits<", r"WriteVisits<"): f"the list of visits: {ELECTED}",
+    (r"Overdue\(", r"Overdue\("): "lanes of a warp that have waited long write and read when the wait began: any of "
+                                 "their times will do",
+    (r"Waiter::At\(", r"Waiter::At\("): "lanes of a warp write the same numbers",
 }
-"""What racecheck may report: a regular expression that finds the report, and why it is no race."""
+"""What racecheck may report: what its first access and each of the others have to match, and why it is no race."""
 
 
 def cuda_tool(name: str) -> str:
@@ -154,6 +153,11 @@ def races(output: str) -> list[str]:
     return re.findall(r"^=+ (?:Error|Warning): Race reported .*(?:\n=+ +and .*)*", output, re.MULTILINE)
 
 
+def matches(race: str, first: str, others: str) -> bool:
+    head, *rest = race.splitlines()
+    return bool(re.search(first, head)) and all(re.search(others, line) for line in rest)
+
+
 def unexplained(output: str) -> list[str]:
     """The reports that EXPLAINED_RACES does not list.
 
@@ -163,7 +167,7 @@ def unexplained(output: str) -> list[str]:
     found = races(output)
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", output)
     assert summary and int(summary[1]) == len(found), f"expected a summary of {len(found)} reports: {output}"
-    return [race for race in found if not any(re.search(known, race) for known in EXPLAINED_RACES)]
+    return [race for race in found if not any(matches(race, *known) for known in EXPLAINED_RACES)]
 
 
 def test_racecheck(harness):
@@ -207,8 +211,10 @@ reference: ok
 def test_races_are_seen(monkeypatch):
     f, g = unexplained(RACE)
     assert "a.cu:41" in f and "[5 hazards]" in f and "g(int)" not in f and "h(int)" in g
-    monkeypatch.setitem(EXPLAINED_RACES, r"f\(int\)", "for this test")
+    monkeypatch.setitem(EXPLAINED_RACES, (r"f\(int\)", r"f\(int\)"), "for this test")
     assert unexplained(RACE) == [g]
+    one_more = RACE.replace("Write access at f(int)+0x140 in a.cu:41 [5", "Write access at k(int)+0x20 in a.cu:90 [5")
+    assert one_more != RACE and len(unexplained(one_more)) == 2  # one access of a report is not like the others
     assert unexplained("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)") == []
     for broken in ("", RACE.replace("SUMMARY: 2", "SUMMARY: 3")):
         with pytest.raises(AssertionError, match="expected a summary"):
