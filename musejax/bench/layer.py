@@ -25,6 +25,7 @@ from musejax.kernels.attributes import layer_attributes, model_attribute
 from musejax.kernels.cache import MAX_ROWS
 from musejax.kernels.calls import Call
 from musejax.kernels.forward import chain
+from musejax.numerics import round_bf16
 
 
 def layout(config) -> dict:
@@ -55,7 +56,8 @@ def random_layer(key, config, admitted: int) -> dict:
         halves = jnp.stack([low << 4 | high >> 4, high << 4 | low >> 4], axis=-1).reshape(-1, tiles, k // 64 * 64)
         part = part.at[..., codes:].set(halves)
         experts = experts.at[:, begin:begin + tiles * size].set(part.reshape(-1, tiles * size))
-    small = jax.random.normal(keys[3], (at["small.count"],), jnp.float32) / 16
+    # As published: values of bfloat16, which the kernels read as float32.
+    small = round_bf16(jax.random.normal(keys[3], (at["small.count"],), jnp.float32) / 16)
     small = small.at[at["small.gate_up_global"]:].set(1 / 64)
     # A rank whose own slices come back as those of the others has their gains, too.
     for name, width in (("post_expert_norm", config.moe_hidden_size), ("post_ffn_norm", config.hidden_size)):

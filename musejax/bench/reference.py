@@ -12,9 +12,9 @@ into a fixed number of slots, as many as the selection bias admits (53 for 49 hi
 repeat the last expert hit. Every row meets every expert, as in the reference layer. NVFP4 weights become bfloat16 in
 memory, unless XLA fuses that into its GEMMs; the bytes counted are those of the NVFP4 weights.
 
-XLA compiles every layer of a program anew; eight were not ready after 55 s on a GPU. So at most `MAX_LAYERS` of the
-layers of a case run, its first ones. They are sliding layers, which beyond a context of 2048 read fewer keys and
-values than a full layer.
+XLA compiles every layer of a program anew, which takes about 5 s each. So at most `MAX_LAYERS` of the layers of a case
+run, its first ones. They are sliding layers, which beyond a context of 2048 read fewer keys and values than a full
+layer.
 """
 
 from __future__ import annotations
