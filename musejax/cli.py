@@ -275,6 +275,10 @@ def _add_bench(commands) -> None:
     p.add_argument("--layers", metavar="N", type=int, default=8, help="in one launch, 1 to 60 (default 8)")
     p.add_argument("--activations", choices=("bf16", "nvfp4_static", "nvfp4_per_token"), default="bf16",
                    help="what NVFP4 experts multiply their weights with (default bf16)")
+    p.add_argument("--devices", metavar="N", type=int, default=1,
+                   help="GPUs, a rank each, with real exchanges between them (default 1)")
+    p.add_argument("--slices", metavar="N", type=int, default=1,
+                   help="of the 8 on each of them: 1, 2, 4 or 8 (default 1)")
     p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 launches each (default 9)")
     p.add_argument("--phases", action="store_true",
                    help="also time the layers as one launch a phase in a CUDA graph, batch by batch in between; the "

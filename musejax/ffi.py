@@ -21,7 +21,7 @@ import numpy as np
 
 from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, validate
 
-ABI = 4
+ABI = 5
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
@@ -129,6 +129,28 @@ def layer_instances() -> list[tuple[int, ...]]:
         LibraryError: as `library`.
     """
     return [tuple(sizes) for sizes in library("cuda").layer_instances()]
+
+
+def connect(sizes: tuple[int, ...], slots: int, devices: tuple[int, ...]) -> None:
+    """Makes GPUs of this process ready to run the layers of one model together: memory of each in which the kernels of
+    the others write. Before their first launch; further calls with the same arguments cost nothing.
+
+    Args:
+        sizes: as `layer_instances` lists them.
+        slots: of the longest cache of a layer.
+        devices: ordinals, in the order of the slices that they hold.
+
+    Raises:
+        LibraryError: the library has no kernel of such sizes, or the GPUs cannot write each other's memory.
+    """
+    module = library("cuda")
+    instances = layer_instances()
+    if sizes not in instances:
+        raise LibraryError(f"connect: expected sizes among {instances}, got {sizes}")
+    try:
+        module.connect(instances.index(sizes), slots, list(devices))
+    except (RuntimeError, ValueError) as error:
+        raise LibraryError(str(error)) from error
 
 
 def _import(platform: str) -> ModuleType:

@@ -98,6 +98,15 @@ def test_every_combination_in_turn(run):
     assert {(c.layers, c.activations, *rest) for c, *rest in run.measured} == {(2, "nvfp4_per_token", 3, False, False)}
 
 
+def test_ranks_are_told(run):
+    """How many devices and slices, and whether others are looped back."""
+    for more, said in (((), "; one rank of 8, exchanges looped back; "),
+                       (("--devices", 2), "; GPUs 2, 1 of 8 slices each, the others looped back; "),
+                       (("--devices", 2, "--slices", 4), "; GPUs 2, 4 of 8 slices each; "),
+                       (("--slices", 8), "; GPUs 1, 8 of 8 slices each; ")):
+        assert said in run(*more)[1]
+
+
 def test_fewer_rows_hit_fewer_experts(run):
     run("--rows", 1, 2, 16)
     assert [(c.rows, c.distinct) for c, *_ in run.measured] == [(1, 8), (2, 16), (16, 49)]
@@ -110,7 +119,7 @@ def test_json(run, tmp_path):
     assert (result["device"], result["version"], result["batches"], result["failed"]) == ("NVIDIA H200", "1.2.3", 9, 0)
     assert result["roofline_gb_per_s"] == 4500 and result["seconds"] >= 0
     first, second = result["cases"]
-    assert first["case"] == dict(distinct=49, rows=16, context=1024, layers=8, activations="bf16")
+    assert first["case"] == dict(distinct=49, rows=16, context=1024, layers=8, activations="bf16", devices=1, slices=1)
     assert second["case"]["context"] == 2048
     assert (first["us"], first["distinct"], first["share"]) == ([99.0, 100.0, 103.5], 48.75, 0.5)
     assert first["histogram"] == [18.25, 0.0, 30.5] and first["baseline"]["digest"] == "0123456789ab"
@@ -135,6 +144,10 @@ def test_wrong_arguments(capsys, tmp_path):
         capsys, "--rows", 16, 1, "--distinct", 9)
     assert "context: expected 0 to 1048560 (what the model takes), got -1" in refused(capsys, "--context", -1)
     assert "layers: expected 1 to 60" in refused(capsys, "--layers", 61)
+    assert "devices: expected 1 to 8 (one a rank), got 9" in refused(capsys, "--devices", 9)
+    assert "slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got 3 on each of 1" in refused(
+        capsys, "--slices", 3)
+    assert "got 4 on each of 4" in refused(capsys, "--devices", 4, "--slices", 4)
     assert "expected an integer of at least 1, got '0'" in refused(capsys, "--batches", 0)
     assert "invalid choice: 'fp8'" in refused(capsys, "--activations", "fp8")
     missing = tmp_path / "none" / "layer.json"

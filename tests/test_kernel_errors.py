@@ -102,8 +102,14 @@ def head_with_one_result(call):
 
 def layers_without_operands(call):
     one = np.zeros(1, np.int64)
-    return raw("layers", [F32_4], stream(), window=one, theta=one, nvfp4=one, tap=one, first=True, last=True,
-               model=call.model)
+    return raw("layers", [F32_4], stream(), window=one, theta=one, nvfp4=one, tap=one, devices=one, first=True,
+               last=True, model=call.model)
+
+
+def layers_on_two_cpus(call):
+    one, two = np.zeros(1, np.int64), np.arange(2)
+    return raw("layers", [F32_4], stream(), window=one, theta=one, nvfp4=one, tap=one, devices=two, first=True,
+               last=True, model=call.model)
 
 
 F32_4 = jax.ShapeDtypeStruct((4,), np.float32)
@@ -211,6 +217,7 @@ VALUES = {
     "an operand too many": (lambda c: raw("softcap", F32_4, numbers(4), numbers(4), model=c.model),
                             "softcap", "1", "2", "operands"),
     "a layer without operands": (layers_without_operands, "layers", "an operand", "none", "q"),
+    "layers on two CPU devices": (layers_on_two_cpus, "layers", "one CPU device", "2", "devices"),
     "a result too few": (head_with_one_result, "head", "a result", "none", "values"),
 }
 MISMATCHES = SHAPES | DTYPES | ROW_STATES | VALUES

@@ -180,12 +180,14 @@ def test_deep():
 
 
 @pytest.mark.parametrize("mode", ACTIVATIONS)
-def test_one_rank_is_eight(mode):
+def test_one_rank_is_several(mode):
     model, tokens, decode = model_of(SMALL), tokens_of(16), DecodeConfig(activations=mode)
     cache = after_a_pass(model, 250, [0, 1, 2])
     one = emulated.run(model, cache, tokens, TREES["random"], decode=decode)
-    eight = emulated.run(model, cache, tokens, TREES["random"], decode=decode, slices=1, ranks=8, blocks=2, seed=1)
-    assert_same_result(one, eight)
+    for ranks in (2, 4, 8):
+        several = emulated.run(model, cache, tokens, TREES["random"], decode=decode, slices=8 // ranks, ranks=ranks,
+                               blocks=2, seed=1)
+        assert_same_result(one, several)
 
 
 @pytest.mark.parametrize("cut", [1, 2])

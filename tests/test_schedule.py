@@ -215,8 +215,8 @@ def test_a_share_that_is_uneven_inside_a_chunk_is_seen():
         check_balance(np.repeat(np.array(parts)[:, None], len(GEMMS), axis=1), counts, chunks, 4)
 
 
-@pytest.mark.parametrize(("config", "slices"), [(MINI, 8), (NANO, 1), (NANO, 8), (RELEASED, 1), (RELEASED, 2),
-                                                (RELEASED, 8)])
+@pytest.mark.parametrize(("config", "slices"), [(MINI, 8), (NANO, 1), (NANO, 2), (NANO, 4), (NANO, 8), (RELEASED, 1),
+                                                (RELEASED, 2), (RELEASED, 4), (RELEASED, 8)])
 def test_counts_are_those_of_the_kernel(config, slices):
     counts = ks.unit_counts(Shape.of(config), slices)
     assert [counts[gemm] for gemm in GEMMS] == emulated.dense_units(config, slices)

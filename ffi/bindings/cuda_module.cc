@@ -77,6 +77,9 @@ NB_MODULE(_cuda, m) {
   // multiprocessors; spans: [multiprocessors][5][2], flat, as musejax/kernels/schedule.py makes them.
   m.def("set_schedule", &musejax::layer::SetSchedule, nb::arg("instance"), nb::arg("multiprocessors"),
         nb::arg("spans"));
+  // Makes GPUs, by their ordinals in the order of their ranks, ready for layer_instances()[instance] on all of them, for
+  // caches of at most so many slots; before the first launch.
+  m.def("connect", &musejax::layer::Connect, nb::arg("instance"), nb::arg("slots"), nb::arg("devices"));
   m.def("multiprocessors", &musejax::layer::Multiprocessors);  // of each GPU here
   // What a wait inside a layer kernel that did not end reported, empty if none did; and going on after it.
   m.def("layer_error", &musejax::layer::ErrorText);

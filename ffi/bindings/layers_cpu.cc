@@ -8,7 +8,7 @@
 //   keys and values of each layer, in place.
 //
 // Attributes: model; first, last (cpu/layer.h); per layer window (0: full), theta (index into cos_sin, -1: no
-// rotation), nvfp4 (0 or 1), tap (0 or 1).
+// rotation), nvfp4 (0 or 1), tap (0 or 1); devices, none or one: on CUDA, the ordinals of those that share the layers.
 #include "bindings/pass.h"
 #include "cpu/thread_pool.h"
 
@@ -19,13 +19,14 @@ constexpr size_t kLayerOperands = 7, kLayersAfter = 7;
 
 ffi::Error Layers(ffi::RemainingArgs args, ffi::RemainingRets rets, ModelAttribute attribute, bool first, bool last,
                   ffi::Span<const int64_t> window, ffi::Span<const int64_t> theta, ffi::Span<const int64_t> nvfp4,
-                  ffi::Span<const int64_t> tap) {
+                  ffi::Span<const int64_t> tap, ffi::Span<const int64_t> devices) {
   Operands io("layers", args, rets);
   const Model m = ToModel(attribute, io);
   const Shape& s = m.shape;
   const int64_t n = int64_t(window.size()), count = io.Size(0, 0), thetas = io.Size(3, 0);
   io.Require(n >= 1 && theta.size() == window.size() && nvfp4.size() == window.size() && tap.size() == window.size(),
              "window, theta, nvfp4, tap", "one entry a layer", n);
+  io.Require(devices.size() <= 1, "devices", "one CPU device", devices.size());
   if (!io.ok()) return io.error();
 
   const float* stream = io.In<float>("stream", {count, s.hidden});
@@ -77,4 +78,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxLayersCpu, musejax::Layers,
                                   .Attr<xla::ffi::Span<const int64_t>>("window")
                                   .Attr<xla::ffi::Span<const int64_t>>("theta")
                                   .Attr<xla::ffi::Span<const int64_t>>("nvfp4")
-                                  .Attr<xla::ffi::Span<const int64_t>>("tap"));
+                                  .Attr<xla::ffi::Span<const int64_t>>("tap")
+                                  .Attr<xla::ffi::Span<const int64_t>>("devices"));

@@ -1,9 +1,13 @@
-// Target musejax_layers on CUDA: operands, results and attributes as in layers_cpu.cc, one launch of the layer kernel.
-// And musejax_layers_looped, for measurements: one rank of several on one device, what the other ranks would send being
-// its own slices; `dense`, `experts`, q, gate and keys are those of the rank.
+// Target musejax_layers on CUDA: operands, results and attributes as in layers_cpu.cc, one launch of the layer kernel;
+// and with several `devices`, one on each: `dense`, `experts`, q, gate, keys and values are those of the device's slices,
+// and the kernels exchange what they have finished while they run.
+// And musejax_layers_looped, for measurements: some ranks of 8 / slices, what the others would send a rank being its own
+// slices.
 //
 // What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is
 // reported by the next call, and by layer_error() of the module.
+#include <algorithm>
+
 #include "bindings/cuda.h"
 #include "bindings/model.h"
 #include "layer/context.cuh"
@@ -41,15 +45,25 @@ layer::LayerArrays TakeLayer(Operands& io, const Model& m, int64_t slices, size_
   return out;
 }
 
-layer::Exchange LoopedExchange(uint8_t* frames, int64_t slices) {
+// What a rank of so many slices sends: to the other ranks its own slices; to itself, besides, what ranks that are not
+// here would send, its own slices again.
+layer::Exchange ExchangeOf(const std::vector<layer::Workspace>& ranks, int rank, int64_t slices) {
   layer::Exchange e{};
   e.count = int(kSlices / slices);
-  for (int r = 0; r < e.count; ++r) e.frames[r] = frames, e.first_slice[r] = int(r * slices);
+  for (int r = 0; r < e.count; ++r) {
+    const bool other = r != rank && r < int(ranks.size());
+    e.frames[r] = ranks[other ? r : rank].frames, e.first_slice[r] = int((other ? rank : r) * slices);
+  }
   return e;
 }
 
+// Ordinals of the ranks' devices; none given: the device at hand.
+layer::Devices DevicesOf(Numbers given, int here) {
+  return given.size() ? layer::Devices(given.begin(), given.end()) : layer::Devices{here};
+}
+
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const ModelAttribute& attribute,
-               bool first, bool last, const LayerLists& lists, bool looped) {
+               bool first, bool last, const LayerLists& lists, Numbers given, bool looped) {
   if (const std::string text = layer::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
   Operands io("layers", args, rets, CopyOn(stream));
   PassParams pass{};
@@ -57,11 +71,13 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Model& m = pass.model;
   const Shape& s = m.shape;
   const int64_t n = int64_t(lists.window.size()), count = io.Size(0, 0), thetas = io.Size(3, 0);
-  const int64_t slices = looped ? io.Size(kLayersAfter, 0) : kSlices;
+  const int64_t slices = io.Size(kLayersAfter, 0), ranks = std::max<int64_t>(1, int64_t(given.size()));
   io.Require(n >= 1 && n <= layer::kMaxLayers && lists.theta.size() == size_t(n) && lists.nvfp4.size() == size_t(n) &&
                  lists.tap.size() == size_t(n),
              "window, theta, nvfp4, tap", "one entry for each of 1 to 64 layers", n);
   io.Require(slices >= 1 && slices <= kSlices && kSlices % slices == 0, "dense", "1, 2, 4 or 8 slices", slices);
+  io.Require(looped ? slices * ranks <= kSlices : slices * ranks == kSlices, "devices",
+             "8 slices on all devices together", slices * ranks);
   if (!io.ok()) return io.error();
   const layer::Instance* instance = layer::FindInstance(s, m.top_k, slices);
   io.Require(instance != nullptr, "model", "sizes that the library was compiled for (layer_instances())",
@@ -91,13 +107,21 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (ffi::Error error = io.error(); error.failure()) return error;
 
   try {
-    const layer::Workspace& w = layer::WorkspaceOf(*instance, slots);
+    int here = 0;
+    if (const cudaError_t error = cudaGetDevice(&here); error != cudaSuccess) return Launched("layers", error);
+    const layer::Devices devices = DevicesOf(given, here);
+    const int rank = int(std::find(devices.begin(), devices.end(), here) - devices.begin());
+    if (rank == int(devices.size()))
+      return ffi::Error::InvalidArgument("layers: expected to run on one of the devices given, got device " +
+                                         std::to_string(here) + " (argument devices)");
+    const std::vector<layer::Workspace>& all = layer::WorkspacesOf(*instance, slots, devices);
+    const layer::Workspace& w = all[rank];
     pass.count_layers = int(n), pass.first = first, pass.last = last, pass.rows = int(count);
     pass.parents = parents, pass.state = state, pass.path = path;
     pass.schedule = w.schedule, pass.frames = w.frames, pass.epochs = w.epochs, pass.abort = w.abort;
-    pass.max_units = w.max_units;
+    pass.max_units = w.max_units, pass.rank = rank;
     pass.stamps = w.stamps, pass.error = layer::Errors(), pass.budget = w.budget;
-    pass.exchange = LoopedExchange(w.frames, slices);
+    pass.exchange = ExchangeOf(all, rank, slices);
     return Launched("layers", instance->launch(pass, w.blocks, stream));
   } catch (const std::exception& error) {
     return ffi::Error::Internal(error.what());
@@ -105,12 +129,13 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
 }
 
 ffi::Error Layers(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ModelAttribute model,
-                  bool first, bool last, Numbers window, Numbers theta, Numbers nvfp4, Numbers tap) {
-  return Run(stream, args, rets, model, first, last, {window, theta, nvfp4, tap}, false);
+                  bool first, bool last, Numbers window, Numbers theta, Numbers nvfp4, Numbers tap, Numbers devices) {
+  return Run(stream, args, rets, model, first, last, {window, theta, nvfp4, tap}, devices, false);
 }
 ffi::Error LayersLooped(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ModelAttribute model,
-                        bool first, bool last, Numbers window, Numbers theta, Numbers nvfp4, Numbers tap) {
-  return Run(stream, args, rets, model, first, last, {window, theta, nvfp4, tap}, true);
+                        bool first, bool last, Numbers window, Numbers theta, Numbers nvfp4, Numbers tap,
+                        Numbers devices) {
+  return Run(stream, args, rets, model, first, last, {window, theta, nvfp4, tap}, devices, true);
 }
 
 auto Binding() {
@@ -124,7 +149,8 @@ auto Binding() {
       .Attr<Numbers>("window")
       .Attr<Numbers>("theta")
       .Attr<Numbers>("nvfp4")
-      .Attr<Numbers>("tap");
+      .Attr<Numbers>("tap")
+      .Attr<Numbers>("devices");
 }
 
 }  // namespace

@@ -67,12 +67,14 @@ struct Launcher {
     if (const std::string text = layer::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
     const layer::Instance* instance = nullptr;
     for (int64_t s = slices ? slices : 1; !instance && s <= (slices ? slices : kSlices); s *= 2)
-      instance = layer::FindInstance(m.shape, m.top_k, s);
+      if (instance = layer::FindInstance(m.shape, m.top_k, s); instance && !instance->launch_phase) instance = nullptr;
     io.Require(instance != nullptr, "model", "sizes that the library was compiled for (layer_instances())",
                "hidden " + std::to_string(m.shape.hidden) + ", " + std::to_string(slices) + " slices");
     if (!io.ok()) return io.error();
     try {
-      const layer::Workspace& w = layer::WorkspaceOf(*instance, arrays().slots);
+      int here = 0;
+      if (const cudaError_t error = cudaGetDevice(&here); error != cudaSuccess) return Launched(operation, error);
+      const layer::Workspace& w = layer::WorkspacesOf(*instance, arrays().slots, {here}).front();
       p.schedule = w.schedule, p.frames = w.frames, p.epochs = w.epochs, p.abort = w.abort, p.budget = w.budget;
       p.max_units = w.max_units, p.error = layer::Errors();
       p.exchange.count = 1, p.exchange.frames[0] = w.frames;

@@ -1,4 +1,7 @@
-// MUSEJAX_LAYER_INSTANCE(name, sizes...): compiles the layer kernel for one set of sizes; layer.cu lists them.
+// Compile the layer kernel for one set of sizes; layer.cu lists them.
+//
+//   MUSEJAX_LAYER_INSTANCE(name, sizes...)  with its phases as launches of their own, of a phases_*.cu
+//   MUSEJAX_RANK_INSTANCE(name, sizes...)   without
 #pragma once
 
 #include "layer/layer.cuh"
@@ -31,14 +34,18 @@ cudaError_t Launch(const PassParams& pass, int blocks, cudaStream_t stream) {
 }
 
 template <typename S>
-Instance MakeInstance() {
-  return {S::kHidden, S::kHeads,      S::kKvHeads,    S::kHeadDim,   S::kMoe,   S::kInner,      S::kExperts,
-          S::kTopK,   S::kSlicesHere, kDenseUnits<S>, FrameBytes<S>, Launch<S>, LaunchPhase<S>, MinBlocks<S>};
+Instance MakeInstance(decltype(Instance::launch_phase) launch_phase) {
+  return {S::kHidden, S::kHeads,      S::kKvHeads,    S::kHeadDim,   S::kMoe,   S::kInner,    S::kExperts,
+          S::kTopK,   S::kSlicesHere, kDenseUnits<S>, FrameBytes<S>, Launch<S>, launch_phase, MinBlocks<S>};
 }
 
 }  // namespace musejax::layer
 
-#define MUSEJAX_LAYER_INSTANCE(name, ...)                        \
-  namespace musejax::layer {                                     \
-  Instance name() { return MakeInstance<Sizes<__VA_ARGS__>>(); } \
+#define MUSEJAX_LAYER_INSTANCE(name, ...)                                                            \
+  namespace musejax::layer {                                                                         \
+  Instance name() { return MakeInstance<Sizes<__VA_ARGS__>>(LaunchPhase<Sizes<__VA_ARGS__>>); } \
+  }
+#define MUSEJAX_RANK_INSTANCE(name, ...)                                \
+  namespace musejax::layer {                                            \
+  Instance name() { return MakeInstance<Sizes<__VA_ARGS__>>(nullptr); } \
   }

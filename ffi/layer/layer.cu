@@ -1,8 +1,13 @@
+#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stdexcept>
+#include <tuple>
 
+#include "comm/current_device.h"
+#include "comm/peers.h"
 #include "layer/attention_units.h"
 #include "layer/context.cuh"
 #include "layer/layer.h"
@@ -10,11 +15,21 @@
 namespace musejax::layer {
 
 Instance Mini();
+Instance Mini2();
+Instance Mini4();
+Instance Mini8();
 Instance Nano();
+Instance Nano2();
+Instance Nano4();
+Instance Nano8();
+Instance Muse1();
+Instance Muse2();
+Instance Muse4();
 Instance Muse8();
 
 const std::vector<Instance>& Instances() {
-  static const std::vector<Instance> all = {Mini(), Nano(), Muse8()};
+  static const std::vector<Instance> all = {Mini(),  Mini2(), Mini4(), Mini8(), Nano(),  Nano2(),
+                                            Nano4(), Nano8(), Muse1(), Muse2(), Muse4(), Muse8()};
   return all;
 }
 
@@ -30,7 +45,14 @@ const Instance* FindInstance(const Shape& s, int64_t top_k, int64_t slices) {
 namespace {
 
 std::mutex mutex;
-std::map<std::array<int64_t, 3>, Workspace> workspaces;            // (device, instance, max_units)
+struct Key {
+  int instance, max_units;
+  Devices devices;
+  bool operator<(const Key& other) const {
+    return std::tie(instance, max_units, devices) < std::tie(other.instance, other.max_units, other.devices);
+  }
+};
+std::map<Key, std::vector<Workspace>> workspaces;  // of all ranks
 std::map<std::array<int64_t, 2>, std::vector<int32_t>> schedules;  // (instance, blocks)
 uint64_t spin_budget_ns = ptx::kSpinBudgetNs;
 
@@ -53,10 +75,56 @@ cudaError_t WriteBudget(const Workspace& w) {
 const Workspace* newest = nullptr;
 size_t StampBytes(const Workspace& w) { return size_t(8) * w.blocks * kWarps * kMaxLayers * kStamps; }
 
+Workspace MakeWorkspace(const Instance& instance, int max_units, int device) {
+  Workspace w{};
+  w.device = device, w.max_units = max_units;
+  Check(cudaSetDevice(device), "cudaSetDevice");
+  Check(cudaDeviceGetAttribute(&w.blocks, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  if (w.blocks < instance.min_blocks())
+    throw std::runtime_error("layers: expected a GPU with at least " + std::to_string(instance.min_blocks()) +
+                             " multiprocessors, got " + std::to_string(w.blocks));
+  const auto schedule = schedules.find({&instance - Instances().data(), w.blocks});
+  if (schedule == schedules.end())
+    throw std::runtime_error("layers: expected a schedule of dense units for hidden " +
+                             std::to_string(instance.hidden) + ", top_k " + std::to_string(instance.top_k) + ", " +
+                             std::to_string(instance.slices) + " slices on " + std::to_string(w.blocks) +
+                             " multiprocessors, got none: set_schedule registers one, musejax.ffi.library calls it");
+  Check(cudaMalloc(&w.schedule, 4 * schedule->second.size()), "cudaMalloc");
+  Check(cudaMalloc(&w.frames, FrameBytes(instance, w.max_units)), "cudaMalloc");
+  Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 2)), "cudaMalloc");
+  w.abort = w.epochs + w.blocks, w.budget = w.abort + 1;
+  Check(cudaMemset(w.frames, 0, FrameBytes(instance, w.max_units)), "cudaMemset");
+  Check(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)), "cudaMemset");
+  Check(WriteBudget(w), "cudaMemcpy");
+  Check(WriteSchedule(w, schedule->second), "cudaMemcpy");
+#if defined(MUSEJAX_LAYER_STAMPS)
+  Check(cudaMalloc(&w.stamps, StampBytes(w)), "cudaMalloc");
+#endif
+  Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return w;
+}
+
+const std::vector<Workspace>& MakeWorkspaces(const Key& key) {
+  const comm::CurrentDevice before;
+  std::vector<Workspace> made;
+  for (const int device : key.devices)
+    made.push_back(MakeWorkspace(Instances()[key.instance], key.max_units, device));
+  const std::vector<Workspace>& kept = workspaces[key] = std::move(made);
+  newest = &kept.front();
+  return kept;
+}
+
+// call(workspace, instance) for all there are.
+template <typename Call>
+void ForWorkspaces(const Call& call) {
+  for (const auto& [key, ranks] : workspaces)
+    for (const Workspace& w : ranks) call(w, key.instance);
+}
+
 }  // namespace
 
 std::vector<uint64_t> Stamps() {
-  if (!newest) return {};
+  if (!newest || !newest->stamps) return {};
   std::vector<uint64_t> out(StampBytes(*newest) / 8);
   Check(cudaMemcpy(out.data(), newest->stamps, StampBytes(*newest), cudaMemcpyDeviceToHost), "cudaMemcpy");
   return out;
@@ -80,8 +148,9 @@ void SetSchedule(int instance, int blocks, const std::vector<int32_t>& spans) {
   }
   const std::lock_guard<std::mutex> lock(mutex);
   schedules[{instance, blocks}] = spans;
-  for (const auto& [key, w] : workspaces)
-    if (key[1] == instance && w.blocks == blocks) Check(WriteSchedule(w, spans), "cudaMemcpy");
+  ForWorkspaces([&](const Workspace& w, int of) {
+    if (of == instance && w.blocks == blocks) Check(WriteSchedule(w, spans), "cudaMemcpy");
+  });
 }
 
 std::vector<int> Multiprocessors() {
@@ -93,44 +162,34 @@ std::vector<int> Multiprocessors() {
   return out;
 }
 
-const Workspace& WorkspaceOf(const Instance& instance, int64_t slots) {
-  const int64_t max_units = MaxUnits(int(slots));
-  int device = 0;
-  Check(cudaGetDevice(&device), "cudaGetDevice");
+const std::vector<Workspace>& WorkspacesOf(const Instance& instance, int64_t slots, const Devices& devices) {
+  const Key key{int(&instance - Instances().data()), MaxUnits(int(slots)), devices};
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [at, fresh] = workspaces.try_emplace({device, &instance - Instances().data(), max_units});
-  Workspace& w = at->second;
-  if (!fresh) return w;
-  try {
-    w.max_units = int(max_units);
-    Check(cudaDeviceGetAttribute(&w.blocks, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    if (w.blocks < instance.min_blocks())
-      throw std::runtime_error("layers: expected a GPU with at least " + std::to_string(instance.min_blocks()) +
-                               " multiprocessors, got " + std::to_string(w.blocks));
-    const auto schedule = schedules.find({at->first[1], w.blocks});
-    if (schedule == schedules.end())
-      throw std::runtime_error("layers: expected a schedule of dense units for hidden " +
-                               std::to_string(instance.hidden) + ", top_k " + std::to_string(instance.top_k) + ", " +
-                               std::to_string(instance.slices) + " slices on " + std::to_string(w.blocks) +
-                               " multiprocessors, got none: set_schedule registers one, musejax.ffi.library calls it");
-    Check(cudaMalloc(&w.schedule, 4 * schedule->second.size()), "cudaMalloc");
-    Check(cudaMalloc(&w.frames, FrameBytes(instance, w.max_units)), "cudaMalloc");
-    Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 2)), "cudaMalloc");
-    w.abort = w.epochs + w.blocks, w.budget = w.abort + 1;
-    Check(cudaMemset(w.frames, 0, FrameBytes(instance, w.max_units)), "cudaMemset");
-    Check(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)), "cudaMemset");
-    Check(WriteBudget(w), "cudaMemcpy");
-    Check(WriteSchedule(w, schedule->second), "cudaMemcpy");
-#if defined(MUSEJAX_LAYER_STAMPS)
-    Check(cudaMalloc(&w.stamps, StampBytes(w)), "cudaMalloc");
-    newest = &w;
-#endif
-    Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  } catch (...) {
-    workspaces.erase(at);
-    throw;
-  }
-  return w;
+  const auto found = workspaces.find(key);
+  if (found != workspaces.end()) return found->second;
+  if (devices.size() > 1)
+    throw std::runtime_error("layers: expected devices that are connected for caches of " + std::to_string(slots) +
+                             " slots, got others: connect does it, musejax.ffi.connect calls it");
+  return MakeWorkspaces(key);
+}
+
+void Connect(int instance, int64_t slots, const Devices& devices) {
+  int count = 0;
+  Check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+  const auto refuse = [](const std::string& what) { throw std::invalid_argument("connect: expected " + what); };
+  if (instance < 0 || instance >= int(Instances().size())) refuse("a number of an instance (argument instance)");
+  if (slots < 1) refuse("at least one slot (argument slots)");
+  if (devices.size() < 2 || std::set<int>(devices.begin(), devices.end()).size() != devices.size() ||
+      *std::min_element(devices.begin(), devices.end()) < 0 ||
+      *std::max_element(devices.begin(), devices.end()) >= count ||
+      int64_t(devices.size()) * Instances()[instance].slices > kSlices)
+    refuse("different GPUs of the " + std::to_string(count) + " here, of at most " + std::to_string(kSlices) +
+           " slices together (argument devices)");
+  const Key key{instance, MaxUnits(int(slots)), devices};
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (workspaces.count(key)) return;
+  comm::AllowPeers(devices);
+  MakeWorkspaces(key);
 }
 
 ErrorBlock* Errors() {
@@ -156,16 +215,18 @@ std::string ErrorText() {
 }
 
 cudaError_t ResetAfterError() {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  const comm::CurrentDevice before;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (error == cudaSuccess) error = cudaDeviceSynchronize();
-  for (auto& [key, w] : workspaces) {
-    if (error != cudaSuccess || key[0] != device) continue;
-    error = cudaMemset(w.frames, 0, FrameBytes(Instances()[key[1]], w.max_units));
-    if (error == cudaSuccess) error = cudaMemset(w.epochs, 0, 4 * (w.blocks + 1));
-  }
-  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  cudaError_t error = cudaSuccess;
+  const auto then = [&](cudaError_t next) { error = error == cudaSuccess ? next : error; };
+  // No rank starts again before all of them have stopped.
+  ForWorkspaces([&](const Workspace& w, int) { then(cudaSetDevice(w.device)), then(cudaDeviceSynchronize()); });
+  ForWorkspaces([&](const Workspace& w, int instance) {
+    then(cudaSetDevice(w.device));
+    then(cudaMemset(w.frames, 0, FrameBytes(Instances()[instance], w.max_units)));
+    then(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)));
+    then(cudaDeviceSynchronize());
+  });
   Errors()->set = 0;
   return error;
 }
@@ -173,9 +234,9 @@ cudaError_t ResetAfterError() {
 cudaError_t SetSpinBudget(uint64_t ns) {
   const std::lock_guard<std::mutex> lock(mutex);
   spin_budget_ns = ns;
-  for (const auto& [key, w] : workspaces)
-    if (const cudaError_t error = WriteBudget(w); error != cudaSuccess) return error;
-  return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  ForWorkspaces([&](const Workspace& w, int) { error = error == cudaSuccess ? WriteBudget(w) : error; });
+  return error;
 }
 uint64_t SpinBudget() { return spin_budget_ns; }
 

@@ -22,13 +22,16 @@ struct Instance {
   std::array<int, kDenseGemms> dense_units;  // of a rank, in the order of enum Dense
   int64_t (*frame_bytes)(int max_units);     // of one parity
   cudaError_t (*launch)(const PassParams& pass, int blocks, cudaStream_t stream);
-  cudaError_t (*launch_phase)(const PhaseParams& params, int blocks, cudaStream_t stream);
+  cudaError_t (*launch_phase)(const PhaseParams& params, int blocks, cudaStream_t stream);  // or null
   int (*min_blocks)();  // fewer cannot hold the residual stream
 };
 
 const std::vector<Instance>& Instances();
 // The instance of a model for a rank of `slices` slices, null if there is none.
 const Instance* FindInstance(const Shape& shape, int64_t top_k, int64_t slices);
+
+// The devices that share a model, in the order of their ranks; one rank of several looped back to itself counts as one.
+using Devices = std::vector<int>;
 
 // From now on launches of Instances()[instance] on GPUs of `blocks` SMs run these units of the dense GEMMs; no such
 // launch may be running. Only shape and ranges are checked: musejax/kernels/schedule.py makes and checks schedules.
@@ -38,22 +41,29 @@ void SetSchedule(int instance, int blocks, const std::vector<int32_t>& spans);
 // SMs of each GPU here; empty without one.
 std::vector<int> Multiprocessors();
 
-// What a launch needs beside its operands: schedule, frames, epochs, abort flag; one per device, instance and capacity,
-// made on first use (not while a graph is captured) and kept for the life of the process.
+// What a launch needs beside its operands: schedule, frames, epochs, abort flag; one per instance, capacity and rank,
+// kept for the life of the process. Frames are memory of their device in which the kernels of the other ranks write,
+// never XLA's: their addresses are in the graphs of all ranks.
 struct Workspace {
   int32_t* schedule;
   uint8_t* frames;
   uint32_t *epochs, *abort, *budget;
   uint64_t* stamps;  // null in builds without MUSEJAX_LAYER_STAMPS
-  int blocks, max_units;
+  int device, blocks, max_units;
 };
-// Throws std::runtime_error with the CUDA error, or if no schedule was set.
-const Workspace& WorkspaceOf(const Instance& instance, int64_t slots);
+// Workspaces of all ranks, one a device. Those of several devices Connect makes, before the first launch; that of one
+// is made on first use (not while a graph is captured).
+// Throws std::runtime_error with the CUDA error, if no schedule was set, or if the devices are not connected.
+const std::vector<Workspace>& WorkspacesOf(const Instance& instance, int64_t slots, const Devices& devices);
+// Makes the workspaces of several devices, whose kernels may write each other's memory from then on (comm/peers.h). By
+// one thread, while no launch of the instance runs.
+// Throws std::invalid_argument or std::runtime_error.
+void Connect(int instance, int64_t slots, const Devices& devices);
 
 // Where kernels of this process report a wait that did not end; mapped to all devices.
 ErrorBlock* Errors();
-// Text of a reported error, empty if there is none. An error is cleared, and all workspaces of the current device with
-// it, by ResetAfterError; until then the state of a pass that failed means nothing.
+// Text of a reported error, empty if there is none. An error is cleared, and all workspaces with it, by
+// ResetAfterError; until then the state of a pass that failed means nothing.
 std::string ErrorText();
 cudaError_t ResetAfterError();
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from musejax.bench.limits import BenchError
-from musejax.config import RELEASED
+from musejax.config import NUM_SLICES, RELEASED
 from musejax.kernels.cache import MAX_ROWS
 
 FIRST_LAYER = 2  # of the model: sliding and full layers follow as they come, all with NVFP4 experts
@@ -25,6 +25,9 @@ class Case:
         context: positions before the pass.
         layers: layers in one launch, 1 to 60.
         activations: as `DecodeConfig`.
+        devices: GPUs, a rank each; what ranks that are not there would send is looped back.
+        slices: of a rank. All slices of a layer have the same weights, so that results have the same bits on any number
+            of devices, of slices, and of ranks that are looped back.
 
     Raises:
         BenchError: a value out of range.
@@ -35,6 +38,8 @@ class Case:
     context: int = 2048
     layers: int = 8
     activations: str = "bf16"
+    devices: int = 1
+    slices: int = 1
 
     def __post_init__(self):
         c, k = RELEASED, RELEASED.num_experts_per_tok
@@ -42,9 +47,14 @@ class Case:
                 ("rows", 1, MAX_ROWS, "what a pass takes"),
                 ("distinct", k, min(self.rows * k, c.num_local_experts), f"rows {self.rows}, {k} choices each"),
                 ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
+                ("devices", 1, NUM_SLICES, "one a rank"),
+                ("slices", 1, NUM_SLICES, "all there are"),
                 ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
             if not low <= getattr(self, name) <= high:
                 raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
+        if NUM_SLICES % self.slices or self.slices * self.devices > NUM_SLICES:
+            raise BenchError("bench layer: slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got "
+                             f"{self.slices} on each of {self.devices}")
 
     @property
     def numbers(self) -> range:
@@ -125,7 +135,11 @@ def as_line(device: str, case: Case, timing: Timing, limit: float) -> str:
     """
     hits = ", ".join(f"{r} x {n:.1f}" for r, n in enumerate(timing.histogram, 1) if n >= 0.05)
     e = timing.expert_bytes / limit / 1e3
-    line = (f"{device}; one rank of 8, exchanges looped back; released sizes, NVFP4, {case.activations}; "
+    ranks = "one rank of 8, exchanges looped back"
+    if (case.devices, case.slices) != (1, 1):
+        ranks = f"GPUs {case.devices}, {case.slices} of 8 slices each"
+        ranks += ", the others looped back" * (case.devices * case.slices < NUM_SLICES)
+    line = (f"{device}; {ranks}; released sizes, NVFP4, {case.activations}; "
             f"rows {case.rows}; context {case.context}; {timing.layers} layers in one launch; D {case.distinct} asked, "
             f"{timing.distinct:.1f} met (rows x experts: {hits}); {_time(timing)}, W {timing.us[1] - e:.1f} E {e:.1f} "
             f"H 0; {timing.weight_bytes / 1e6:.1f} MB of weights, {timing.key_bytes / 1e6:.2f} MB of keys and values; "

@@ -15,17 +15,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from musejax import ffi
 from musejax.bench import limits
 from musejax.bench.cases import Case, Timing, admitted_experts
 from musejax.bench.limits import BenchError
-from musejax.config import NUM_SLICES, RELEASED, DecodeConfig
+from musejax.config import NUM_SLICES, RELEASED, ConfigError, DecodeConfig
 from musejax.kernels.attributes import layer_attributes, model_attribute
 from musejax.kernels.cache import MAX_ROWS
 from musejax.kernels.calls import Call
-from musejax.kernels.forward import chain
+from musejax.kernels.forward import chain, ordinals, over_devices
 from musejax.numerics import round_bf16
+from musejax.sharding import make_mesh, replicated
 
 
 def layout(config) -> dict:
@@ -76,41 +78,59 @@ def random_bf16(key, shape):
 
 
 class LoopedLayers:
-    """`case.layers` layers of one rank of 8 on the default device, ready to run.
+    """`case.layers` layers of one rank on the default device, ready to run; or of several ranks, a GPU each.
 
     Attributes:
         tapped: float32 [layers, rows, d], the streams after each layer of the last launch, if they were asked for.
     """
 
     def __init__(self, case: Case, seed: int = 0, taps: bool = False):
-        """Raises BenchError if the CUDA library has no instance for the released sizes."""
+        """Raises BenchError if the CUDA library has no instance for the released sizes, or the GPUs are too few or
+        cannot write each other's memory."""
         self.case = case
         self.config = type(RELEASED)(nvfp4_layers=tuple(range(RELEASED.num_hidden_layers)))
         c = self.config
-        if not any(instance[:2] == (c.hidden_size, c.num_attention_heads) and instance[-1] == 1
-                   for instance in ffi.library("cuda").layer_instances()):
-            raise BenchError("bench layer: expected a library compiled for the released sizes of one rank of 8, got "
-                             "one without; build with MUSEJAX_CUDA=ON")
+        sizes = next((sizes for sizes in ffi.layer_instances()
+                      if sizes[0] == c.hidden_size and sizes[-1] == case.slices), None)
+        if sizes is None:
+            raise BenchError("bench layer: expected a library compiled for the released sizes, "
+                             f"{case.slices} slices a device, got one without; build with MUSEJAX_CUDA=ON")
         self.numbers = case.numbers
         self.taps = tuple(case.numbers) if taps else ()
         self.tapped = None
         self.decode = DecodeConfig(activations=case.activations)
         keys = jax.random.split(jax.random.key(seed), case.layers + 1)
         admitted = admitted_experts(case, c)
-        self.params = [random_layer(k, c, admitted) for k in keys[1:]]
+        self.params = [self._in_slices(random_layer(k, c, admitted)) for k in keys[1:]]
         heads = c.num_key_value_heads // NUM_SLICES
         self.kept = []
         for n, i in enumerate(self.numbers):
             shape = (heads, case.slots(c, i), c.head_dim)
-            self.kept += [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
-                          for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim),
-                                                 (heads, MAX_ROWS, c.head_dim)))]
-        self.call = jax.jit(self._launch, donate_argnums=(1,))
+            kept = [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
+                    for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim), (heads, MAX_ROWS, c.head_dim)))]
+            self.kept += [jnp.tile(x, (case.slices, 1, 1)) for x in kept]
+        self.mesh = None
+        if case.devices > 1:
+            self._connect(sizes, max(case.slots(c, i) for i in self.numbers))
+        self.call = jax.jit(over_devices(self.mesh, self._launch, P(), P()), donate_argnums=(1,))
+
+    def _in_slices(self, layer: dict) -> dict:
+        """A layer of one slice -> of as many as the case has."""
+        return {name: x if name == "small" else jnp.repeat(x, self.case.slices, axis=0) for name, x in layer.items()}
+
+    def _connect(self, sizes: tuple[int, ...], slots: int) -> None:
+        """Everything on all devices."""
+        try:
+            self.mesh = make_mesh(self.case.devices, "cuda")
+            ffi.connect(sizes, slots, ordinals(self.mesh))
+        except (ConfigError, ffi.LibraryError) as error:
+            raise BenchError(f"bench layer: {error}") from error
+        self.params, self.kept = jax.device_put((self.params, self.kept), replicated(self.mesh))
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert of a layer."""
-        return self.params[0]["experts"].shape[2]
+        """Of one expert of a layer, of all slices of a rank."""
+        return self.params[0]["experts"].shape[2] * self.case.slices
 
     @property
     def dense_bytes(self) -> int:
@@ -121,7 +141,7 @@ class LoopedLayers:
         c, case = self.config, self.case
         call = Call(c, self.decode, "cuda")
         rows, n = case.rows, case.layers
-        heads = c.num_attention_heads // NUM_SLICES
+        heads = c.num_attention_heads // NUM_SLICES * case.slices
         parts = jnp.zeros((heads, rows, c.head_dim), jnp.bfloat16)
         state = jnp.array([case.context, rows, 0], jnp.int32)
         cos_sin = call.angles(case.context + jnp.arange(rows, dtype=jnp.int32))
@@ -136,12 +156,13 @@ class LoopedLayers:
         out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
             stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
             model=model_attribute(c, self.decode), first=True, last=True,
-            **layer_attributes(c, self.numbers, self.taps))
+            **layer_attributes(c, self.numbers, self.taps, ordinals(self.mesh)))
         return out[0], out[3], out[4], list(out[5:])
 
     def stream(self, seed: int):
         """A residual stream, float32 [rows, d]."""
-        return jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
+        stream = jax.random.normal(jax.random.key(seed), (self.case.rows, self.config.hidden_size), jnp.float32)
+        return stream if self.mesh is None else jax.device_put(stream, replicated(self.mesh))
 
     def launch(self, stream):
         """One launch -> (stream, ids [layers, rows, k]); the caches are kept."""
@@ -200,7 +221,8 @@ class Samples:
         return Timing(layers=case.layers, us=tuple(map(float, np.percentile(self.times, (10, 50, 90)))),
                       distinct=distinct, histogram=histogram, weight_bytes=self.layers.dense_bytes + experts,
                       expert_bytes=experts,
-                      key_bytes=int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES,
+                      key_bytes=(int(np.mean(keys)) * 2 * 2 * c.head_dim * c.num_key_value_heads // NUM_SLICES
+                                 * case.slices),
                       digest=self.digest.hexdigest()[:12], failed=self.failed)
 
 
@@ -211,9 +233,12 @@ def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline
     come in between, one by one; the latter have fewer layers.
 
     Raises:
-        BenchError: as `LoopedLayers`.
+        BenchError: as `LoopedLayers`, or `phases` or `baseline` with several devices.
         WaitError: a wait inside a kernel did not end.
     """
+    if (case.devices, case.slices) != (1, 1) and (phases or baseline):
+        raise BenchError("bench layer: phases and baseline are of one rank of 8, expected devices 1 and slices 1, got "
+                         f"{case.devices} and {case.slices}")
     kernel = Samples(LoopedLayers(case, seed))
     others = {}
     if phases:

@@ -47,7 +47,8 @@ def layer(args: Namespace) -> int:
     from musejax.bench import cases, layer
     from musejax.checkpoint.container import write_json
 
-    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations)
+    wanted = cases.cases_of(args.distinct, args.rows, args.context, layers=args.layers, activations=args.activations,
+                            devices=args.devices, slices=args.slices)
     module, device = layer.open_library()
     started = time.perf_counter()
     limit = layer.roofline(module)

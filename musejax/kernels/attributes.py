@@ -43,11 +43,13 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     return np.asarray(rows, np.float32).reshape(-1, config.head_dim // 2)
 
 
-def layer_attributes(config: ModelConfig, layers: range, taps: tuple[int, ...]) -> dict:
-    """Attributes window, theta, nvfp4 and tap of the target `musejax_layers`: int64 arrays, one entry a layer."""
+def layer_attributes(config: ModelConfig, layers: range, taps: tuple[int, ...], devices: tuple[int, ...] = ()) -> dict:
+    """Attributes of the target `musejax_layers`, int64 arrays: window, theta, nvfp4 and tap, one entry a layer, and
+    devices, the ordinals of the GPUs that share the layers."""
     return {
         "window": np.array([config.window(i) or 0 for i in layers], np.int64),
         "theta": np.array([theta_index(config, i) for i in layers], np.int64),
         "nvfp4": np.array([i in config.nvfp4_layers for i in layers], np.int64),
         "tap": np.array([i in taps for i in layers], np.int64),
+        "devices": np.array(devices, np.int64),
     }

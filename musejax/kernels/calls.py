@@ -20,6 +20,9 @@ from musejax.config import NUM_SLICES, DecodeConfig, ModelConfig, combine_groups
 from musejax.kernels.attributes import inverse_frequencies, layer_attributes, model_attribute, theta_index
 from musejax.kernels.cache import KernelCache
 
+SIZES = ("hidden", "heads", "kv_heads", "head_dim", "moe_hidden", "moe_inner", "experts", "top_k")
+"""What an entry of `ffi.layer_instances` says, of the model attribute's members; its last number is the slices."""
+
 
 class RowState(NamedTuple):
     """The rows of a pass, as the kernels take them.
@@ -50,6 +53,9 @@ class Call:
     def _layer(self, layer):
         return {"model": self.model, "nvfp4": layer in self.config.nvfp4_layers}
 
+    def _sizes(self, slices):
+        return (*(self.model[name] for name in SIZES), slices)
+
     def angles(self, positions_t):
         """-> cosines and sines, float32 [bases, t, 2, c/2]."""
         inv_freq = jnp.asarray(inverse_frequencies(self.config))
@@ -63,15 +69,22 @@ class Call:
         return self._run("embed_norm", _f32(rows_std.shape[1], self.config.hidden_size), rows_std, model=self.model)
 
     def layers(self, layers: range, params, stream, q, gate, cos_sin, rows: RowState, cache: KernelCache, *, first,
-               last, taps: tuple[int, ...] = ()):
-        """Consecutive layers on one device; the cache in place.
+               last, taps: tuple[int, ...] = (), devices: tuple[int, ...] = ()):
+        """Consecutive layers on one device, or on one of several GPUs that exchange what they finish while they run;
+        the cache in place.
 
         Args:
             taps: layers among them after which the stream is wanted.
+            devices: ordinals of the several GPUs, in the order of their slices.
+
+        Raises:
+            LibraryError: as `ffi.connect`.
 
         Returns:
             (stream, q, gate, expert ids int32 [n, t, k], taps float32 [len(taps), t, d] in layer order, cache)
         """
+        if devices:
+            ffi.connect(self._sizes(NUM_SLICES // len(devices)), max(kv.keys.shape[1] for kv in cache.layers), devices)
         groups = [[params[i]["dense"], params[i]["experts"], params[i]["small"], *cache.layers[i], *cache.flight[i]]
                   for i in layers]
         kept = [_like(x) for group in groups for x in group[3:]]
@@ -81,7 +94,7 @@ class Call:
         results = (_like(stream), _like(q), _like(gate), ids, tapped, *kept)
         out = self._run("layers", results, stream, q, gate, cos_sin, *rows, *(x for group in groups for x in group),
                         alias=alias, model=self.model, first=first, last=last,
-                        **layer_attributes(self.config, layers, taps))
+                        **layer_attributes(self.config, layers, taps, devices))
         stream, q, gate, ids, tapped, *kept = out
         stored, flight = list(cache.layers), list(cache.flight)
         for g, i in enumerate(layers):

@@ -1,7 +1,8 @@
 """A pass of up to 16 rows through the kernels: a chain of tokens, or a tree of guesses, after the cached positions.
 
-On one device the decoder layers are one call (`musejax_layers`); on several each phase is a call, with an all-gather of
-finished values after it. Both are the same functions of the library, so the bits are the same.
+On one device the decoder layers are one call (`musejax_layers`), and on several GPUs one on each, whose kernels
+exchange finished values themselves. On several CPU devices each phase is a call, with an all-gather of finished values
+after it, for no thread may wait inside a CPU call. They are the same functions, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ def chain(t: int) -> jax.Array:
 
 def platform_of(mesh) -> str:
     return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+
+
+def ordinals(mesh) -> tuple[int, ...]:
+    """Of the GPUs of a mesh of several; empty for one device, and for CPU devices."""
+    if mesh is None or mesh.size == 1 or platform_of(mesh) == "cpu":
+        return ()
+    return tuple(device.local_hardware_id for device in mesh.devices.flat)
 
 
 def gather(x: jax.Array) -> jax.Array:
@@ -116,19 +124,21 @@ def run_pass(params: dict, cache: KernelCache, tokens_t, parents_t, num_valid, *
 
     Row i has the bits of its token decoded alone after its ancestors.
     """
-    many = mesh is not None and mesh.size > 1
+    many, devices = mesh is not None and mesh.size > 1, ordinals(mesh)
     taps = tuple(range(config.num_hidden_layers)) if trace else taps
 
     def body(params, cache, tokens_t, parents_t, num_valid):
         call = Call(config, decode, platform_of(mesh))
         rows = RowState(parents_t, jnp.stack([cache.length, num_valid, cache.accepted]), cache.path)
         cos_sin = call.angles(cache.length + depths(parents_t))
-        embedded = stream = embed(call, params, tokens_t, many)
+        embedded = stream = embed(call, params, tokens_t, many)  # on GPUs none passes its gather before all are there
         layers = params["layers"]
-        if not many:
-            heads = jnp.zeros((config.num_attention_heads, tokens_t.shape[0], config.head_dim), jnp.bfloat16)
+        if devices or not many:
+            heads = jnp.zeros((config.num_attention_heads // max(1, len(devices)), tokens_t.shape[0], config.head_dim),
+                              jnp.bfloat16)
             stream, _, _, ids, tapped, cache = call.layers(range(len(layers)), layers, stream, heads, heads, cos_sin,
-                                                           rows, cache, first=True, last=True, taps=taps)
+                                                           rows, cache, first=True, last=True, taps=taps,
+                                                           devices=devices)
             return embedded, stream, ids, tapped, cache
         stored, flight, ids, tapped = list(cache.layers), list(cache.flight), [], []
         for i, p in enumerate(layers):

@@ -20,8 +20,11 @@ bool Put(int hidden, int top_k, int slices, int32_t* out) {
 extern "C" bool DenseUnits(int hidden, int top_k, int slices, int32_t* out) {
   return Put<Sizes<128, 16, 8, 64, 128, 128, 16, 2, 8>>(hidden, top_k, slices, out) ||
          Put<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(hidden, top_k, slices, out) ||
+         Put<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 2>>(hidden, top_k, slices, out) ||
+         Put<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 4>>(hidden, top_k, slices, out) ||
          Put<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(hidden, top_k, slices, out) ||
          Put<Sizes<8192, 128, 16, 64, 4096, 4096, 256, 8, 1>>(hidden, top_k, slices, out) ||
          Put<Sizes<8192, 128, 16, 64, 4096, 4096, 256, 8, 2>>(hidden, top_k, slices, out) ||
+         Put<Sizes<8192, 128, 16, 64, 4096, 4096, 256, 8, 4>>(hidden, top_k, slices, out) ||
          Put<Sizes<8192, 128, 16, 64, 4096, 4096, 256, 8, 8>>(hidden, top_k, slices, out);
 }

@@ -120,6 +120,10 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
     error = Run<Sizes<128, 32, 8, 64, 1024, 1024, 16, 4, 8>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 4 && slices == 8)
     error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 8>>(ranks, blocks, {seed, rough});
+  else if (m.top_k == 4 && slices == 4)
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 4>>(ranks, blocks, {seed, rough});
+  else if (m.top_k == 4 && slices == 2)
+    error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 2>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 4 && slices == 1)
     error = Run<Sizes<128, 16, 8, 64, 128, 128, 16, 4, 1>>(ranks, blocks, {seed, rough});
   else if (m.top_k == 2 && slices == 8)

@@ -1,0 +1,12 @@
+// Which GPUs of this process may write each other's memory.
+#pragma once
+
+#include <vector>
+
+namespace musejax::comm {
+
+// From now on kernels of each device read and write memory of all others that cudaMalloc made.
+// Throws std::runtime_error, naming the pair, where two devices have no peer access (NVLink, or PCIe with P2P).
+void AllowPeers(const std::vector<int>& devices);
+
+}  // namespace musejax::comm
