@@ -24,7 +24,7 @@ def make_mesh(devices: int | list | None = None, platform: str | None = None) ->
     """Mesh over the first `devices` local devices (or a given list); None takes one device.
 
     Raises:
-        ConfigError: a count that does not divide 8, or more devices than there are.
+        ConfigError: a count that does not divide 8, more devices than there are, or devices of other processes.
     """
     if not isinstance(devices, (list, tuple)):
         count = 1 if devices is None else devices
@@ -36,6 +36,9 @@ def make_mesh(devices: int | list | None = None, platform: str | None = None) ->
         devices = here[:count]
     if len(devices) not in DEVICE_COUNTS:
         raise ConfigError(f"devices: expected one of {', '.join(map(str, DEVICE_COUNTS))}, got {len(devices)}")
+    if others := [d for d in devices if d.process_index != jax.process_index()]:
+        raise ConfigError(f"devices: expected devices of this process, got {others[0]} of process "
+                          f"{others[0].process_index}: a model over several processes is not supported")
     return Mesh(np.asarray(devices), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 

@@ -30,6 +30,17 @@ def test_more_devices_than_there_are(monkeypatch):
         make_mesh(8)
 
 
+def test_devices_of_another_process():
+    class Far:
+        process_index = 1
+
+        def __repr__(self):
+            return "Far(id=9)"
+
+    with pytest.raises(ConfigError, match=r"expected devices of this process, got Far\(id=9\) of process 1"):
+        make_mesh([jax.devices()[0], Far()])
+
+
 @pytest.mark.parametrize("count", DEVICE_COUNTS)
 def test_a_device_owns_consecutive_slices(count):
     mesh = make_mesh(count)

@@ -1,8 +1,7 @@
 // Target musejax_layers on CUDA: operands, results and attributes as in layers_cpu.cc, one launch of the layer kernel;
-// and with several `devices`, one on each: `dense`, `experts`, q, gate, keys and values are those of the device's slices,
+// and with several `devices` one on each: `dense`, `experts`, q, gate, keys and values are those of the device's slices,
 // and the kernels exchange what they have finished while they run.
-// And musejax_layers_looped, for measurements: some ranks of 8 / slices, what the others would send a rank being its own
-// slices.
+// And musejax_layers_looped, for measurements: some of 8 / slices ranks, the others sending a rank its own slices.
 //
 // What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is
 // reported by the next call, and by layer_error() of the module.

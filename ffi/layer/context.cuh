@@ -6,6 +6,12 @@
 // sums of one that does. So who writes a word of epoch e knows that all SMs have ended e - 1, and who gives a credit of
 // epoch e that all have ended e - 2; nobody can still wait for a word of epoch e - 2 that is being overwritten. The
 // first epoch of a launch needs no credits for that: the launch before has ended.
+//
+// Credits stay on their GPU; between ranks the rows themselves are the credit. A rank writes words of epoch e to
+// another after it has added f of e - 1, of which the other's part was made by SMs that had seen all credits of e - 1:
+// all of its SMs had ended e - 2. Where launches are cut, an epoch of heads alone lies between. Then the first words to
+// arrive are o of e + 1, while the other may be in e - 1; but its words of o in e - 1 have all been read, for f of
+// e - 1 came of them, and words of any later frame are made of o of e + 1 from all ranks, of the other's next launch.
 #pragma once
 
 #include "common/model.h"
@@ -102,7 +108,12 @@ struct Frames {
   static constexpr int64_t gate = v + Record(S::kKvHere * kRows, 64);                  // 8 B [heads here][row][32]
   static constexpr int64_t sums_x = gate + 8 * S::kHeadsHere * kRows * 32;             // f32 [row][hidden blocks]
   static constexpr int64_t sums_z = sums_x + 8 * kRows * S::kHiddenBlocks;             // f32 [row][hidden blocks]
-  static constexpr int64_t credits = sums_z + 8 * kRows * S::kHiddenBlocks;            // [1024 SMs]
+  static constexpr int64_t maxima_h = sums_z + 8 * kRows * S::kHiddenBlocks;           // f32 [row][moe blocks]
+  static constexpr int64_t decode_h = maxima_h + 8 * kRows * S::kMoeBlocks;            // f32 [row]
+  static constexpr int64_t maxima_c = decode_h + 8 * kRows;                            // f32 [pair][8 inner tiles]
+  static constexpr int64_t decode_c = maxima_c + int64_t(S::kPairs) * S::kInnerTiles;  // f32 [pair]
+  static constexpr int64_t quantised_c = decode_c + 8 * S::kPairs;                     // as c
+  static constexpr int64_t credits = quantised_c + Record(int64_t(S::kInnerTiles) * S::kPairs, 16);  // [1024 SMs]
   // Partial sums of dense GEMMs: [16-column tile here][chunk][row][8 words of two columns, as row tasks take them]
   static constexpr int64_t part_qkvg = credits + 16 * 1024;
   static constexpr int64_t part_out = part_qkvg + Partial(S::kShape.qkvg_rows() * S::kSlicesHere, S::kHidden);

@@ -28,7 +28,6 @@ struct ExpertOf {
 
   // The input: records of kWidth columns, kCount of them side by side.
   static constexpr int kWidth = kUp ? S::kMoeBlock : 16, kCount = kUp ? kRows : S::kPairs;
-  static constexpr int64_t kInput = kUp ? F::h : F::c;
   static constexpr Scope kScope = kUp ? Scope::kGpu : Scope::kSys;
   static_assert(!kUp || kTiles % 2 == 0, "a unit of gate and up lies in one slice");
 };
@@ -103,8 +102,9 @@ __device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& produ
 // ---- MMA warps ----
 
 // Operand registers of this warp's ranges, pass by pass: column lane / 4 is a pair of the visit, or zeros.
+//   input: frame of the records
 template <bool kUp, bool kNvfp4, typename S>
-__device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
+__device__ __forceinline__ void LoadPairs(Context<S>& c, int64_t input, const Visit& visit,
                                           uint32_t (&b)[PassOf<ExpertOf<S, kUp>::kK, kNvfp4>::kRegisters]) {
   using E = ExpertOf<S, kUp>;
   using P = PassOf<E::kK, kNvfp4>;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, const Visit& visit,
   const int warp = c.warp - kFirstMmaWarp, column = c.lane() / 4;
   const bool wanted = column < visit.count;
   const int pair = visit.pairs[wanted ? column : 0];
-  uint8_t* frame = c.Frame(E::kInput);
+  uint8_t* frame = c.Frame(input);
   if (warp >= P::kActive) {
 #pragma unroll
     for (int r = 0; r < P::kRegisters; ++r) b[r] = 0;
@@ -153,34 +153,17 @@ __device__ __forceinline__ void Rotate(uint32_t (&b)[kRegisters]) {
   }
 }
 
-// Per-token activations: b to its grid values; the decode scale of the lane's column. The largest magnitude of a pair
-// is exchanged among the MMA warps; its buffer is free again after the next visit's barrier.
-template <int kRegisters>
-__device__ float QuantizePairs(float (&maxima)[kMmaWarps][kVisitPairs], int warp, int lane, uint32_t (&b)[kRegisters]) {
-  constexpr int kStep = 4;  // registers: two blocks of 16 columns
-  uint32_t both = 0;        // magnitudes of bf16 are ordered like integers, NaN last
-#pragma unroll
-  for (int r = 0; r < kRegisters; ++r) both = __vmaxu2(both, b[r] & 0x7FFF7FFFu);
-  float most = LargerAbs(Unpack(both).a, Unpack(both).b);
-  most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, 1));
-  most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, 2));
-  if (lane % 4 == 0) maxima[warp][lane / 4] = most;
-  ptx::BarSync(2, 32 * kMmaWarps);
-#pragma unroll
-  for (int w = 0; w < kMmaWarps; ++w) most = LargerAbs(most, maxima[w][lane / 4]);
-  const RowScale scale = PerTokenScale(most);
-#pragma unroll 1
-  for (int step = 0; step < kRegisters / kStep; ++step) {
-#pragma unroll
-    for (int r = 0; r < kStep; r += 2) {
-      const Two even = Unpack(b[r]), odd = Unpack(b[r + 1]);
-      float x[4] = {even.a, even.b, odd.a, odd.b};
-      QuantizeBlock(x, scale.encode);
-      b[r] = scale.dead ? 0 : PackBf16(x[0], x[1]), b[r + 1] = scale.dead ? 0 : PackBf16(x[2], x[3]);
-    }
-    Rotate<kStep>(b);
-  }
-  return scale.decode;
+// Per-token activations: the decode scale of the lane's column.
+template <typename S>
+__device__ __forceinline__ float ReceiveDecode(const Context<S>& c, const Visit& visit, bool up) {
+  using F = Frames<S>;
+  const int column = c.lane() / 4, pair = visit.pairs[column < visit.count ? column : 0];
+  const uint64_t* scales = reinterpret_cast<const uint64_t*>(c.Frame(up ? F::decode_h : F::decode_c));
+  const uint64_t* at = scales + (up ? pair / S::kTopK : pair);
+  float decode[1];
+  ReceiveFloats<false>(
+      c.waiter, c.epoch, [&](int) { return at; }, decode);
+  return decode[0];
 }
 
 // d += 16 columns of an NVFP4 tile times b0, b1. Scales of rows 0 to 7 and 8 to 15 are in half kHalf.
@@ -337,6 +320,7 @@ __device__ __forceinline__ int VisitOf(int u, bool up) {
 // UP and DOWN share the code of their MMAs.
 template <bool kNvfp4, typename S>
 __device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route, Consumer& consumer, bool up) {
+  using F = Frames<S>;
   using Up = ExpertOf<S, true>;
   using Down = ExpertOf<S, false>;
   static_assert(Up::kK == Down::kK, "both GEMMs of an expert have the same K");
@@ -354,11 +338,10 @@ __device__ __forceinline__ void MultiplyVisits(Context<S>& c, RouteShared& route
     uint32_t b[P::kRegisters];
     float decode = 1.0f;
     if (up)
-      LoadPairs<true, kNvfp4>(c, route.visits[visit], b);
+      LoadPairs<true, kNvfp4>(c, F::h, route.visits[visit], b);
     else
-      LoadPairs<false, kNvfp4>(c, route.visits[visit], b);
-    if constexpr (kNvfp4)
-      if (per_token) decode = QuantizePairs(route.maxima[up ? 0 : 1][visit % 2], warp, lane, b);
+      LoadPairs<false, kNvfp4>(c, per_token ? F::quantised_c : F::c, route.visits[visit], b);
+    if (per_token) decode = ReceiveDecode(c, route.visits[visit], up);
     if (warp >= P::kActive)
       PassOver(waiter, consumer, tiles, warp, P::kCount);
     else if constexpr (kNvfp4)
@@ -374,6 +357,50 @@ __device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, C
     MultiplyVisits<true>(c, route, consumer, up);
   else
     MultiplyVisits<false>(c, route, consumer, up);
+}
+
+// ---- between UP and DOWN ----
+
+// Row warps: per-token activations of DOWN, c on its grid, for this rank, a pair and 8 blocks of 16 columns a task. A
+// pair's scale needs its largest magnitude, so all tasks publish that of their blocks before any waits for the others'.
+// Here once, and not at each visit: columns of a visit are mostly empty, and many SMs visit an expert.
+template <typename S>
+__device__ __noinline__ void QuantizeInner(Context<S>& c) {
+  InShared(c);
+  using F = Frames<S>;
+  constexpr int kTiles = 8, kParts = S::kInnerTiles / kTiles;
+  static_assert(S::kInnerTiles % kTiles == 0, "a lane has a word of a task");
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass)
+    c.ForTasks(S::kPairs * kParts, [&](int task) {
+      const int pair = task % S::kPairs, part = task / S::kPairs;
+      if (pair / S::kTopK >= c.valid) return;
+      const int64_t at = (int64_t(part * kTiles + c.lane() / 4) * S::kPairs + pair) * 4 + c.lane() % 4;
+      const Word* from = reinterpret_cast<const Word*>(c.Frame(F::c)) + at;
+      Word w[1];
+      Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return from; }, w);
+      const Two even = Unpack(Register(w[0], 0)), odd = Unpack(Register(w[0], 1));
+      float x[4] = {even.a, even.b, odd.a, odd.b};
+      uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_c)) + pair * kParts;
+      if (pass == 0) {
+        const float most = LargestOfLanes(LargerAbs(LargerAbs(fabsf(x[0]), x[1]), LargerAbs(fabsf(x[2]), x[3])));
+        if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + part, most, c.epoch);
+        return;
+      }
+      const RowScale scale = ReceiveRowScale<kParts>(c, maxima);
+      QuantizeBlock(x, scale.encode);
+      if (scale.dead) x[0] = x[1] = x[2] = x[3] = 0.0f;
+      if (part == 0 && c.lane() == 0)
+        PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_c)) + pair, scale.decode, c.epoch);
+      Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(F::quantised_c)) + at, PackBf16(x[0], x[1]),
+                           PackBf16(x[2], x[3]), 0, c.epoch);
+    });
+}
+
+// What DOWN waits for besides c.
+template <typename S>
+__device__ __forceinline__ void BeforeDown(Context<S>& c) {
+  if (Takes(c, Activations::kPerToken)) QuantizeInner(c);
 }
 
 // ---- adding warps ----

@@ -216,6 +216,7 @@ __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Co
 #pragma unroll 1
   for (int down = 0; down < 2; ++down) {
     c.waiter.At(c.layer, down ? kDown : kUp);
+    if (down) BeforeDown(c);
     if (c.warp >= kFirstMmaWarp)
       ExpertUnits(c, shared.route, consumer, !down);
     else

@@ -381,6 +381,7 @@ __device__ __forceinline__ void Multiply(Context<S>& c, Shared<S>& shared, const
   if (p.phase == PhaseLaunch::kAttention) BeforeOut(c, consumer);
   if (p.phase == PhaseLaunch::kExpertsUp || p.phase == PhaseLaunch::kExpertsDown) {
     const bool up = p.phase == PhaseLaunch::kExpertsUp;
+    if (!up) BeforeDown(c);
     if (c.warp >= kFirstMmaWarp)
       ExpertUnits(c, shared.route, consumer, up);
     else

@@ -22,6 +22,13 @@ __device__ __forceinline__ void QuantizeBlock(float (&x)[N], float encode) {
   for (int i = 0; i < N; ++i) x[i] = RoundE2m1(x[i] * inverse) * scale;
 }
 
+// The largest magnitude that any lane has. In all lanes.
+__device__ __forceinline__ float LargestOfLanes(float most) {
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) most = LargerAbs(most, __shfl_xor_sync(kAllLanes, most, lanes));
+  return most;
+}
+
 // The largest of n input scales: static activations have one number a layer, as engines do. In all lanes.
 inline __device__ __noinline__ float LargestScale(const float* scales, int n) {
   float most = __ldg(scales);

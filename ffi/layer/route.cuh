@@ -19,7 +19,6 @@ struct RouteShared {
   uint64_t listed, taken;  // mbarriers, one arrival a list each: the list is made; warp 0 has read it
   Visit visits[kRows * kMostSlots];
   float weights[kRows][kMostSlots];
-  float maxima[2][2][kMmaWarps][kVisitPairs];  // [up, down][visit % 2][MMA warp][column], for per-token activations
   uint32_t hits[2][kMostExperts];              // [list % 2][expert]: rows that chose it, a bit each
   int16_t ids[kRows][kMostSlots];              // the number of experts in padding rows
   UnitSpan spans[2];                           // [up, down]: this SM's units of the list
@@ -202,33 +201,67 @@ __device__ __forceinline__ void AwaitList() { ptx::BarSync(1, 32 * kRowWarps); }
 
 // ---- the experts' input ----
 
-// Row warps: h = r(rms(p) r(1 + gamma)), or with static activations its grid values, for this rank.
+// Two columns a lane of h = r(rms(p) r(1 + gamma)); task: block * kRows + row.
 template <typename S>
-__device__ __noinline__ void NormExperts(Context<S>& c) {
-  InShared(c);
+__device__ __forceinline__ Two NormedColumns(const Context<S>& c, int task) {
   constexpr int kWidth = S::kMoeBlock;
   using F = Frames<S>;
   using L = Leaves<S::kMoeBlocks>;
-  const float* small = c.arrays().small;
-  const SmallLayout at = SmallOf(c);
-  const bool is_static = Takes(c, Activations::kStatic);
-  const float input = is_static ? LargestScale(small + at.gate_up_input_scale, 2 * S::kExperts) : 1.0f;
-  c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
-    const int row = task % kRows, block = task / kRows;
-    const Two gain = Centred(Columns<kWidth>(small + at.expert_norm, block, c.lane()));
-    const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(F::p), task));
-    const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks + L::Mine();
-    Word word[1];
-    float leaf[L::kEach];
-    ReceiveBoth<L::kSideBySide>(
-        c.waiter, c.epoch, [&](int) { return record; }, word, [&](int i) { return leaves + i; }, leaf);
-    const Two p = Unpack(ColumnsOf<kWidth>(word[0]));
-    const float rstd = Rstd(L::Sum(leaf), S::kMoe, c.pass().model.rms_eps);
-    const Two rounded = Rounded({p.a * rstd * gain.a, p.b * rstd * gain.b});
-    float h[2] = {rounded.a, rounded.b};
-    if (is_static) QuantizeBlock(h, 1.0f / input);
-    PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(F::h), task), RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
-  });
+  const int row = task % kRows, block = task / kRows;
+  const Two gain = Centred(Columns<kWidth>(c.arrays().small + SmallOf(c).expert_norm, block, c.lane()));
+  const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(F::p), task));
+  const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks + L::Mine();
+  Word word[1];
+  float leaf[L::kEach];
+  ReceiveBoth<L::kSideBySide>(
+      c.waiter, c.epoch, [&](int) { return record; }, word, [&](int i) { return leaves + i; }, leaf);
+  const Two p = Unpack(ColumnsOf<kWidth>(word[0]));
+  const float rstd = Rstd(L::Sum(leaf), S::kMoe, c.pass().model.rms_eps);
+  return Rounded({p.a * rstd * gain.a, p.b * rstd * gain.b});
+}
+
+// The scales of a row from the largest magnitudes of its parts.
+template <int kParts, typename S>
+__device__ __forceinline__ RowScale ReceiveRowScale(const Context<S>& c, const uint64_t* maxima) {
+  constexpr int kEach = (kParts + 31) / 32;
+  float of_part[kEach], most = 0.0f;
+  ReceiveFloats<false>(
+      c.waiter, c.epoch, [&](int i) { return maxima + Min(c.lane() * kEach + i, kParts - 1); }, of_part);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) most = LargerAbs(most, of_part[i]);
+  return PerTokenScale(LargestOfLanes(most));
+}
+
+// Row warps: h, with 4-bit activations its grid values, for this rank. Those per token need a row's largest magnitude,
+// so all tasks publish that of their block before any of them waits for the others'.
+template <typename S>
+__device__ __noinline__ void NormExperts(Context<S>& c) {
+  InShared(c);
+  constexpr int kWidth = S::kMoeBlock, kTasks = S::kMoeBlocks * kRows;
+  using F = Frames<S>;
+  const bool is_static = Takes(c, Activations::kStatic), per_token = Takes(c, Activations::kPerToken);
+  const float input =
+      is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
+#pragma unroll 1
+  for (int pass = per_token ? 0 : 1; pass < 2; ++pass)
+    c.ForTasks(kTasks, [&](int task) {
+      const int row = task % kRows, block = task / kRows;
+      const Two normed = NormedColumns(c, task);
+      uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_h)) + row * S::kMoeBlocks;
+      if (pass == 0) {
+        const float most = LargestOfLanes(LargerAbs(fabsf(normed.a), normed.b));
+        if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + block, most, c.epoch);
+        return;
+      }
+      float h[2] = {normed.a, normed.b};
+      RowScale scale{1.0f, 1.0f / input, false};
+      if (per_token) scale = ReceiveRowScale<S::kMoeBlocks>(c, maxima);
+      if (is_static || per_token) QuantizeBlock(h, scale.encode);
+      if (scale.dead) h[0] = h[1] = 0.0f;
+      if (per_token && block == 0 && c.lane() == 0)
+        PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_h)) + row, scale.decode, c.epoch);
+      PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(F::h), task), RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
+    });
 }
 
 }  // namespace musejax::layer

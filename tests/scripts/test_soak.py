@@ -1,0 +1,45 @@
+"""scripts/soak.py on fake CPU devices: equal hashes pass, one that differs fails."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def script(repo):
+    spec = importlib.util.spec_from_file_location("soak", repo / "scripts" / "soak.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(script, monkeypatch, capsys):
+    def call(*argv):
+        monkeypatch.setattr(sys, "argv", ["soak.py", "--tokens", "8", "--seconds", "0.1", *argv])
+        return script.main(), capsys.readouterr().out
+
+    return call
+
+
+def test_one_and_two_devices(run):
+    code, out = run("--devices", "1", "2")
+    assert code == 0 and out.startswith("PASS  ")
+    first, second = re.findall(r"steps on [12] device\(s\), hash (\w{12})", out)
+    assert first == second
+
+
+def test_a_run_that_differs_fails(script, run, monkeypatch):
+    again = script.Decoder.again
+
+    def flipped(self):
+        if self.steps == 8:  # after the run that compiles
+            self.state = self.state._replace(token=self.state.token ^ 1)
+        return again(self)
+
+    monkeypatch.setattr(script.Decoder, "again", flipped)
+    code, out = run("--devices", "1")
+    assert code == 1 and out.startswith("FAIL  ")
