@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rank_layers import RESIDUAL_BOUND, reference_layer, row_errors
+from rank_layers import RESIDUAL_BOUND, check_released, reference_layer, row_errors
 
 from musejax import cli, ffi
 from musejax.bench import cases, layer, limits, reference
@@ -332,14 +332,28 @@ def test_looped_phases_beside_the_reference_layer(number):
     cos_sin = call.angles(context + jnp.arange(rows, dtype=jnp.int32))
     got, ids, *_ = jax.jit(partial(rank_layer, call, number))(packed, stream, cos_sin, state, LayerCache(*kept[:2]),
                                                               LayerCache(*kept[2:]))
-    errors = row_errors(np.asarray(got), np.asarray(ids), *want)
+    errors = row_errors(np.asarray(got), np.asarray(ids), *want)[:, 0]
     # With K of 128 one bf16 flip early in a layer moves many columns of its row, each by a unit or more.
     assert np.median(errors) <= RESIDUAL_BOUND and errors.max() <= 8 * RESIDUAL_BOUND, errors
     wrong = dict(packed, dense=packed["dense"].at[0, 1001].set(packed["dense"][0, 1001] ^ 0x40))
     wrong = reference_layer(config, number, wrong, stream, LayerCache(*kept[:2]), context, admitted)
     with pytest.raises(AssertionError):  # other experts, or values too far
-        errors = row_errors(np.asarray(got), np.asarray(ids), *wrong)
+        errors = row_errors(np.asarray(got), np.asarray(ids), *wrong)[:, 0]
         assert np.median(errors) <= RESIDUAL_BOUND
+
+
+def test_bounds_of_the_released_sizes():
+    """Noise as between two orders of float32 sums passes; three times as much, one column, or other experts do not."""
+    rng = np.random.default_rng(0)
+    want, noise = (rng.normal(size=(16, 8192)).astype(np.float32) for _ in range(2))
+    ids = np.argsort(rng.normal(size=(16, 256)), -1)[:, :8]
+    check_released(row_errors(want + 0.002 * noise, ids, want, ids[:, ::-1]))
+    with pytest.raises(AssertionError, match=r"RMS 0\.006"):
+        check_released(row_errors(want + 0.006 * noise, ids, want, ids))
+    with pytest.raises(AssertionError, match=r"largest 0\.04"):
+        check_released(row_errors(want + 0.04 * np.eye(16, 8192, dtype=np.float32), ids, want, ids))
+    with pytest.raises(AssertionError, match=r"rows with other experts: \[3 7\]"):
+        row_errors(want, np.where(np.isin(np.arange(16), (3, 7))[:, None], (ids + 1) % 256, ids), want, ids)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ const std::vector<Instance>& Instances();
 // The instance of a model for a rank of `slices` slices, null if there is none.
 const Instance* FindInstance(const Shape& shape, int64_t top_k, int64_t slices);
 
-// The devices that share a model, in the order of their ranks; one rank of several looped back to itself counts as one.
+// Ordinals of the GPUs that share a model, in the order of their ranks.
 using Devices = std::vector<int>;
 
 // From now on launches of Instances()[instance] on GPUs of `blocks` SMs run these units of the dense GEMMs; no such

@@ -232,19 +232,23 @@ __device__ __forceinline__ RowScale ReceiveRowScale(const Context<S>& c, const u
   return PerTokenScale(LargestOfLanes(most));
 }
 
-// Row warps: h, with 4-bit activations its grid values, for this rank. Those per token need a row's largest magnitude,
-// so all tasks publish that of their block before any of them waits for the others'.
+// Of a task (NormedColumns), to this rank.
 template <typename S>
-__device__ __noinline__ void NormExperts(Context<S>& c) {
+__device__ __forceinline__ void PublishH(const Context<S>& c, int task, const float (&h)[2]) {
+  constexpr int kWidth = S::kMoeBlock;
+  PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(Frames<S>::h), task),
+                        RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
+}
+
+// Row warps, with per-token activations: the grid values of h. A row's scale needs its largest magnitude, so all tasks
+// publish that of their block before any of them waits for the others'.
+template <typename S>
+__device__ __noinline__ void NormExpertsPerToken(Context<S>& c) {
   InShared(c);
-  constexpr int kWidth = S::kMoeBlock, kTasks = S::kMoeBlocks * kRows;
   using F = Frames<S>;
-  const bool is_static = Takes(c, Activations::kStatic), per_token = Takes(c, Activations::kPerToken);
-  const float input =
-      is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
 #pragma unroll 1
-  for (int pass = per_token ? 0 : 1; pass < 2; ++pass)
-    c.ForTasks(kTasks, [&](int task) {
+  for (int pass = 0; pass < 2; ++pass)
+    c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
       const int row = task % kRows, block = task / kRows;
       const Two normed = NormedColumns(c, task);
       uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_h)) + row * S::kMoeBlocks;
@@ -253,15 +257,30 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
         if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + block, most, c.epoch);
         return;
       }
+      const RowScale scale = ReceiveRowScale<S::kMoeBlocks>(c, maxima);
       float h[2] = {normed.a, normed.b};
-      RowScale scale{1.0f, 1.0f / input, false};
-      if (per_token) scale = ReceiveRowScale<S::kMoeBlocks>(c, maxima);
-      if (is_static || per_token) QuantizeBlock(h, scale.encode);
+      QuantizeBlock(h, scale.encode);
       if (scale.dead) h[0] = h[1] = 0.0f;
-      if (per_token && block == 0 && c.lane() == 0)
+      if (block == 0 && c.lane() == 0)
         PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_h)) + row, scale.decode, c.epoch);
-      PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(F::h), task), RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
+      PublishH(c, task, h);
     });
+}
+
+// Row warps: h = r(rms(p) r(1 + gamma)), or with 4-bit activations its grid values, for this rank.
+template <typename S>
+__device__ __noinline__ void NormExperts(Context<S>& c) {
+  InShared(c);
+  if (Takes(c, Activations::kPerToken)) return NormExpertsPerToken(c);
+  const bool is_static = Takes(c, Activations::kStatic);
+  const float input =
+      is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
+  c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
+    const Two normed = NormedColumns(c, task);
+    float h[2] = {normed.a, normed.b};
+    if (is_static) QuantizeBlock(h, 1.0f / input);
+    PublishH(c, task, h);
+  });
 }
 
 }  // namespace musejax::layer
