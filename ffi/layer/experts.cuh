@@ -361,46 +361,43 @@ __device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, C
 
 // ---- between UP and DOWN ----
 
-// Row warps: per-token activations of DOWN, c on its grid, for this rank, a pair and 8 blocks of 16 columns a task. A
-// pair's scale needs its largest magnitude, so all tasks publish that of their blocks before any waits for the others'.
-// Here once, and not at each visit: columns of a visit are mostly empty, and many SMs visit an expert.
+// Row warps: per-token activations of DOWN, c on its grid, for this rank, a pair and 8 blocks of 16 columns a task, in
+// two passes as NormExpertsPerToken. Here once, and not at each visit: columns of a visit are mostly empty, and many SMs
+// visit an expert.
 template <typename S>
-__device__ __noinline__ void QuantizeInner(Context<S>& c) {
+__device__ __noinline__ void QuantizeInner(Context<S>& c, bool first) {
   InShared(c);
   using F = Frames<S>;
   constexpr int kTiles = 8, kParts = S::kInnerTiles / kTiles;
   static_assert(S::kInnerTiles % kTiles == 0, "a lane has a word of a task");
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass)
-    c.ForTasks(S::kPairs * kParts, [&](int task) {
-      const int pair = task % S::kPairs, part = task / S::kPairs;
-      if (pair / S::kTopK >= c.valid) return;
-      const int64_t at = (int64_t(part * kTiles + c.lane() / 4) * S::kPairs + pair) * 4 + c.lane() % 4;
-      const Word* from = reinterpret_cast<const Word*>(c.Frame(F::c)) + at;
-      Word w[1];
-      Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return from; }, w);
-      const Two even = Unpack(Register(w[0], 0)), odd = Unpack(Register(w[0], 1));
-      float x[4] = {even.a, even.b, odd.a, odd.b};
-      uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_c)) + pair * kParts;
-      if (pass == 0) {
-        const float most = LargestOfLanes(LargerAbs(LargerAbs(fabsf(x[0]), x[1]), LargerAbs(fabsf(x[2]), x[3])));
-        if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + part, most, c.epoch);
-        return;
-      }
-      const RowScale scale = ReceiveRowScale<kParts>(c, maxima);
-      QuantizeBlock(x, scale.encode);
-      if (scale.dead) x[0] = x[1] = x[2] = x[3] = 0.0f;
-      if (part == 0 && c.lane() == 0)
-        PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_c)) + pair, scale.decode, c.epoch);
-      Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(F::quantised_c)) + at, PackBf16(x[0], x[1]),
-                           PackBf16(x[2], x[3]), 0, c.epoch);
-    });
+  c.ForTasks(c.valid * S::kTopK * kParts, [&](int task) {
+    const int pair = task / kParts, part = task % kParts;
+    const int64_t at = (int64_t(part * kTiles + c.lane() / 4) * S::kPairs + pair) * 4 + c.lane() % 4;
+    const Word* from = reinterpret_cast<const Word*>(c.Frame(F::c)) + at;
+    Word w[1];
+    Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return from; }, w);
+    const Two even = Unpack(Register(w[0], 0)), odd = Unpack(Register(w[0], 1));
+    float x[4] = {even.a, even.b, odd.a, odd.b};
+    uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_c)) + pair * kParts;
+    if (first) {
+      const float most = LargestOfLanes(LargerAbs(LargerAbs(fabsf(x[0]), x[1]), LargerAbs(fabsf(x[2]), x[3])));
+      if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + part, most, c.epoch);
+      return;
+    }
+    const RowScale scale = ReceiveRowScale<kParts>(c, maxima);
+    QuantizeBlock(x, scale.encode);
+    if (scale.dead) x[0] = x[1] = x[2] = x[3] = 0.0f;
+    if (part == 0 && c.lane() == 0)
+      PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_c)) + pair, scale.decode, c.epoch);
+    Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(F::quantised_c)) + at, PackBf16(x[0], x[1]),
+                         PackBf16(x[2], x[3]), 0, c.epoch);
+  });
 }
 
 // What DOWN waits for besides c.
 template <typename S>
 __device__ __forceinline__ void BeforeDown(Context<S>& c) {
-  if (Takes(c, Activations::kPerToken)) QuantizeInner(c);
+  if (Takes(c, Activations::kPerToken)) QuantizeInner(c, true), QuantizeInner(c, false);
 }
 
 // ---- adding warps ----

@@ -210,7 +210,7 @@ __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Co
   Stamp(c, Point::kChosen);
   ListVisits(c, shared.route);  // a barrier: every row's attention is over
   Stamp(c, Point::kListed);
-  NormExperts(c);
+  BeforeUp(c);
   Stamp(c, Point::kH);
   AwaitList();
 #pragma unroll 1

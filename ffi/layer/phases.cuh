@@ -333,7 +333,7 @@ __device__ __forceinline__ void TakeOperands(Context<S>& c, Shared<S>& shared, c
       KeepOwn<S>(shared.route, *p.begin, p.experts);
       ListVisits(c, shared.route);
       AwaitList();
-      NormExperts(c);
+      BeforeUp(c);
       break;
     case PhaseLaunch::kExpertsDown:
       PublishInner(c, {p.in, p.rows * S::kTopK, S::kInner / int(kSlices)});

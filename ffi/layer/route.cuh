@@ -240,38 +240,10 @@ __device__ __forceinline__ void PublishH(const Context<S>& c, int task, const fl
                         RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
 }
 
-// Row warps, with per-token activations: the grid values of h. A row's scale needs its largest magnitude, so all tasks
-// publish that of their block before any of them waits for the others'.
-template <typename S>
-__device__ __noinline__ void NormExpertsPerToken(Context<S>& c) {
-  InShared(c);
-  using F = Frames<S>;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass)
-    c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
-      const int row = task % kRows, block = task / kRows;
-      const Two normed = NormedColumns(c, task);
-      uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_h)) + row * S::kMoeBlocks;
-      if (pass == 0) {
-        const float most = LargestOfLanes(LargerAbs(fabsf(normed.a), normed.b));
-        if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + block, most, c.epoch);
-        return;
-      }
-      const RowScale scale = ReceiveRowScale<S::kMoeBlocks>(c, maxima);
-      float h[2] = {normed.a, normed.b};
-      QuantizeBlock(h, scale.encode);
-      if (scale.dead) h[0] = h[1] = 0.0f;
-      if (block == 0 && c.lane() == 0)
-        PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_h)) + row, scale.decode, c.epoch);
-      PublishH(c, task, h);
-    });
-}
-
-// Row warps: h = r(rms(p) r(1 + gamma)), or with 4-bit activations its grid values, for this rank.
+// Row warps: h = r(rms(p) r(1 + gamma)), or with static activations its grid values, for this rank.
 template <typename S>
 __device__ __noinline__ void NormExperts(Context<S>& c) {
   InShared(c);
-  if (Takes(c, Activations::kPerToken)) return NormExpertsPerToken(c);
   const bool is_static = Takes(c, Activations::kStatic);
   const float input =
       is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
@@ -281,6 +253,40 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
     if (is_static) QuantizeBlock(h, 1.0f / input);
     PublishH(c, task, h);
   });
+}
+
+// The same with per-token activations. A row's scale needs its largest magnitude, so all tasks publish that of their
+// block, in the first of two passes, before any of them waits for the others'.
+template <typename S>
+__device__ __noinline__ void NormExpertsPerToken(Context<S>& c, bool first) {
+  InShared(c);
+  using F = Frames<S>;
+  c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
+    const int row = task % kRows, block = task / kRows;
+    const Two normed = NormedColumns(c, task);
+    uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_h)) + row * S::kMoeBlocks;
+    if (first) {
+      const float most = LargestOfLanes(LargerAbs(fabsf(normed.a), normed.b));
+      if (c.lane() == 0) PublishFloat<Scope::kGpu>(maxima + block, most, c.epoch);
+      return;
+    }
+    const RowScale scale = ReceiveRowScale<S::kMoeBlocks>(c, maxima);
+    float h[2] = {normed.a, normed.b};
+    QuantizeBlock(h, scale.encode);
+    if (scale.dead) h[0] = h[1] = 0.0f;
+    if (block == 0 && c.lane() == 0)
+      PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_h)) + row, scale.decode, c.epoch);
+    PublishH(c, task, h);
+  });
+}
+
+// What UP waits for besides the list.
+template <typename S>
+__device__ __forceinline__ void BeforeUp(Context<S>& c) {
+  if (Takes(c, Activations::kPerToken))
+    NormExpertsPerToken(c, true), NormExpertsPerToken(c, false);
+  else
+    NormExperts(c);
 }
 
 }  // namespace musejax::layer
