@@ -362,8 +362,8 @@ __device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, C
 // ---- between UP and DOWN ----
 
 // Row warps: per-token activations of DOWN, c on its grid, for this rank, a pair and 8 blocks of 16 columns a task, in
-// two passes as NormExpertsPerToken. Here once, and not at each visit: columns of a visit are mostly empty, and many SMs
-// visit an expert.
+// two passes as NormExpertsPerToken. Here once, and not at each visit: columns of a visit are mostly empty, and many
+// SMs visit an expert.
 template <typename S>
 __device__ __noinline__ void QuantizeInner(Context<S>& c, bool first) {
   InShared(c);
