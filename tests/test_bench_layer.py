@@ -145,6 +145,7 @@ def test_wrong_arguments(capsys, tmp_path):
     assert "context: expected 0 to 1048560 (what the model takes), got -1" in refused(capsys, "--context", -1)
     assert "layers: expected 1 to 60" in refused(capsys, "--layers", 61)
     assert "devices: expected 1 to 8 (one a rank), got 9" in refused(capsys, "--devices", 9)
+    assert "devices: expected 1, 2, 4 or 8, got 3" in refused(capsys, "--devices", 3)
     assert "slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got 3 on each of 1" in refused(
         capsys, "--slices", 3)
     assert "got 4 on each of 4" in refused(capsys, "--devices", 4, "--slices", 4)

@@ -1,6 +1,6 @@
 // Targets of a layer's phases on CUDA: names, operands, results, attributes and checks of phases_cpu.cc, each one
-// launch of layer/phases.h. Sizes are those of layer_instances(): phases with weights, or with keys, run for the slices
-// that these have; the others for any.
+// launch of layer/phases.h. Sizes are those of which there is a phases_*.cu: nano and MINI of all slices, the released
+// model of one. Phases with weights, or with keys, run for so many slices; the others for any.
 //
 // What operands hold is not checked, for it lies in device memory: `begin` must be a block of the model's experts, and
 // the ids of a row must be distinct. A wait that did not end is reported as in layers_cuda.cu.
@@ -68,7 +68,9 @@ struct Launcher {
     const layer::Instance* instance = nullptr;
     for (int64_t s = slices ? slices : 1; !instance && s <= (slices ? slices : kSlices); s *= 2)
       if (instance = layer::FindInstance(m.shape, m.top_k, s); instance && !instance->launch_phase) instance = nullptr;
-    io.Require(instance != nullptr, "model", "sizes that the library was compiled for (layer_instances())",
+    io.Require(instance != nullptr, "model",
+               "sizes that the library was compiled for, phase by phase: nano or MINI with 8 slices, the released model "
+               "with 1",
                "hidden " + std::to_string(m.shape.hidden) + ", " + std::to_string(slices) + " slices");
     if (!io.ok()) return io.error();
     try {

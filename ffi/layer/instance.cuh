@@ -41,8 +41,8 @@ Instance MakeInstance(decltype(Instance::launch_phase) launch_phase) {
 
 }  // namespace musejax::layer
 
-#define MUSEJAX_LAYER_INSTANCE(name, ...)                                                            \
-  namespace musejax::layer {                                                                         \
+#define MUSEJAX_LAYER_INSTANCE(name, ...)                                                       \
+  namespace musejax::layer {                                                                    \
   Instance name() { return MakeInstance<Sizes<__VA_ARGS__>>(LaunchPhase<Sizes<__VA_ARGS__>>); } \
   }
 #define MUSEJAX_RANK_INSTANCE(name, ...)                                \

@@ -52,6 +52,8 @@ class Case:
                 ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
             if not low <= getattr(self, name) <= high:
                 raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
+        if NUM_SLICES % self.devices:
+            raise BenchError(f"bench layer: devices: expected 1, 2, 4 or 8, got {self.devices}")
         if NUM_SLICES % self.slices or self.slices * self.devices > NUM_SLICES:
             raise BenchError("bench layer: slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got "
                              f"{self.slices} on each of {self.devices}")

@@ -96,6 +96,7 @@ class LoopedLayers:
             raise BenchError("bench layer: expected a library compiled for the released sizes, "
                              f"{case.slices} slices a device, got one without; build with MUSEJAX_CUDA=ON")
         self.numbers = case.numbers
+        self.mesh = self._connect(sizes) if case.devices > 1 else None
         self.taps = tuple(case.numbers) if taps else ()
         self.tapped = None
         self.decode = DecodeConfig(activations=case.activations)
@@ -109,23 +110,22 @@ class LoopedLayers:
             kept = [random_bf16(jax.random.fold_in(keys[0], 4 * n + j), s)
                     for j, s in enumerate((shape, shape, (heads, MAX_ROWS, c.head_dim), (heads, MAX_ROWS, c.head_dim)))]
             self.kept += [jnp.tile(x, (case.slices, 1, 1)) for x in kept]
-        self.mesh = None
-        if case.devices > 1:
-            self._connect(sizes, max(case.slots(c, i) for i in self.numbers))
+        if self.mesh is not None:
+            self.params, self.kept = jax.device_put((self.params, self.kept), replicated(self.mesh))
         self.call = jax.jit(over_devices(self.mesh, self._launch, P(), P()), donate_argnums=(1,))
 
     def _in_slices(self, layer: dict) -> dict:
         """A layer of one slice -> of as many as the case has."""
         return {name: x if name == "small" else jnp.repeat(x, self.case.slices, axis=0) for name, x in layer.items()}
 
-    def _connect(self, sizes: tuple[int, ...], slots: int) -> None:
-        """Everything on all devices."""
+    def _connect(self, sizes: tuple[int, ...]):
+        """The mesh of the case's devices, which may write each other's memory from now on."""
         try:
-            self.mesh = make_mesh(self.case.devices, "cuda")
-            ffi.connect(sizes, slots, ordinals(self.mesh))
+            mesh = make_mesh(self.case.devices, "cuda")
+            ffi.connect(sizes, max(self.case.slots(self.config, i) for i in self.numbers), ordinals(mesh))
         except (ConfigError, ffi.LibraryError) as error:
             raise BenchError(f"bench layer: {error}") from error
-        self.params, self.kept = jax.device_put((self.params, self.kept), replicated(self.mesh))
+        return mesh
 
     @property
     def expert_bytes(self) -> int:

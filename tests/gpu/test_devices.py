@@ -14,6 +14,8 @@ from kernel_inputs import random_cache, tokens_of
 
 import musejax
 from musejax import ffi
+from musejax.bench.cases import Case
+from musejax.bench.layer import LoopedLayers
 from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels import forward as kf
 from musejax.kernels import schedule as ks
@@ -119,6 +121,18 @@ def test_text_is_that_of_one_gpu(gpu, mesh):
         assert other.tokens == made[0].tokens
         assert_same_bits(np.float32(other.logprobs), np.float32(made[0].logprobs))
     assert made[2].steps < made[1].steps
+    ffi.raise_wait_error()
+
+
+@pytest.mark.parametrize(("devices", "slices"), [(1, 2), (1, 8), (2, 1), (2, 4)])
+def test_layers_of_the_released_sizes(gpu, request, devices, slices):
+    """Beside one rank of 8 whose exchanges are looped back: all slices have the same weights."""
+    if devices > 1:
+        request.getfixturevalue("mesh")
+    one, other = (LoopedLayers(Case(layers=2, devices=d, slices=s)) for d, s in ((1, 1), (devices, slices)))
+    for seed in range(3):
+        for x, y in zip(one.launch(one.stream(seed)), other.launch(other.stream(seed)), strict=True):
+            assert_same_bits(x, y)
     ffi.raise_wait_error()
 
 

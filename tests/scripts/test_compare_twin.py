@@ -1,7 +1,5 @@
 """The kernels and the reference say the same of a text, up to what the order of sums alone changes."""
 
-import importlib.util
-import sys
 
 import jax
 import numpy as np
@@ -9,15 +7,6 @@ import pytest
 
 import musejax
 from musejax.config import DecodeConfig
-
-
-@pytest.fixture(scope="module")
-def script(repo):
-    spec = importlib.util.spec_from_file_location("compare_twin", repo / "scripts" / "compare_twin.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

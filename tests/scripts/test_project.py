@@ -1,18 +1,7 @@
 """scripts/project.py: the model by hand, and what its lines say."""
 
-import importlib.util
-import sys
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def script(repo):
-    spec = importlib.util.spec_from_file_location("project", repo / "scripts" / "project.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["project"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_model_by_hand(script):

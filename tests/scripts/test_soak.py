@@ -1,19 +1,9 @@
 """scripts/soak.py on fake CPU devices: equal hashes pass, one that differs fails."""
 
-import importlib.util
 import re
 import sys
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def script(repo):
-    spec = importlib.util.spec_from_file_location("soak", repo / "scripts" / "soak.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """scripts/timeline.py on stamps made up here: every figure is known beforehand."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,15 +12,6 @@ NAMES = ["Credit", "X", "Listed", "DownSums", "AddedF"]
 SMS, LAYERS = 6, 4
 PERIOD = 100_000  # ns a layer
 AT = (0, 10_000, 40_000, 90_000, 95_000)  # ns after the layer began
-
-
-@pytest.fixture(scope="module")
-def script(repo):
-    spec = importlib.util.spec_from_file_location("timeline", repo / "scripts" / "timeline.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def flat(late=()):
