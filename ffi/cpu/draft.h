@@ -8,19 +8,12 @@
 // slices; not looked at in DFlash 1.
 #pragma once
 
-#include "common/draft_layout.h"
+#include "common/draft_model.h"
 #include "cpu/draft_kernels.h"
 #include "cpu/phases.h"
 #include "cpu/thread_pool.h"
 
 namespace musejax {
-
-// Sizes and constants of a drafter; decoded from the attribute `model`.
-struct DraftModel {
-  DraftShape shape;
-  int64_t vocab, window, candidates;
-  float eps, attention_scale, output_multiplier, softcap, embedding_scale;  // softcap 0: none
-};
 
 // Weights of a drafter layer as one device holds them: `slices` of them, from slice `begin` on.
 struct DraftWeights {
