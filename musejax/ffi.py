@@ -21,7 +21,7 @@ import numpy as np
 
 from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, validate
 
-ABI = 5
+ABI = 6
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}

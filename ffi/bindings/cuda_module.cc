@@ -5,13 +5,17 @@
 
 #include "bench/limits.h"
 #include "bindings/module.h"
+#include "comm/errors.h"
+#include "draft/draft.h"
 #include "layer/layer.h"
 
 extern "C" {
 musejax::Handler MusejaxBuildInfoCuda, MusejaxAnglesCuda, MusejaxEmbedNormCuda, MusejaxHeadCuda, MusejaxHeadSumsCuda,
     MusejaxLogprobCuda, MusejaxSoftcapCuda, MusejaxLayersCuda, MusejaxLayersLoopedCuda, MusejaxAttnInCuda,
     MusejaxAttentionCuda, MusejaxAttnOutCuda, MusejaxPoolCuda, MusejaxExpertsUpCuda, MusejaxExpertsDownCuda,
-    MusejaxCombineCuda, MusejaxCombinePartialsCuda, MusejaxCombineGatheredCuda, MusejaxUnpoolCuda, MusejaxAddFfnCuda;
+    MusejaxCombineCuda, MusejaxCombinePartialsCuda, MusejaxCombineGatheredCuda, MusejaxUnpoolCuda, MusejaxAddFfnCuda,
+    MusejaxDraftCuda, MusejaxDraftLoopedCuda, MusejaxDraftCommitCuda, MusejaxDraftCommitLoopedCuda,
+    MusejaxDraftTreeCuda;
 }
 
 namespace {
@@ -63,6 +67,11 @@ NB_MODULE(_cuda, m) {
                                {"musejax_head_sums", MusejaxHeadSumsCuda},
                                {"musejax_logprob", MusejaxLogprobCuda},
                                {"musejax_softcap", MusejaxSoftcapCuda},
+                               {"musejax_draft", MusejaxDraftCuda},
+                               {"musejax_draft_looped", MusejaxDraftLoopedCuda},
+                               {"musejax_draft_commit", MusejaxDraftCommitCuda},
+                               {"musejax_draft_commit_looped", MusejaxDraftCommitLoopedCuda},
+                               {"musejax_draft_tree", MusejaxDraftTreeCuda},
                            });
   // The sizes that musejax_layers is compiled for: (hidden, heads, kv_heads, head_dim, moe_hidden, moe_inner, experts,
   // top_k, slices), slices being those of one device.
@@ -82,9 +91,33 @@ NB_MODULE(_cuda, m) {
   m.def("connect", &musejax::layer::Connect, nb::arg("instance"), nb::arg("slots"), nb::arg("devices"));
   m.def("multiprocessors", &musejax::layer::Multiprocessors);  // of each GPU here
   // What a wait inside a layer kernel that did not end reported, empty if none did; and going on after it.
-  m.def("layer_error", &musejax::layer::ErrorText);
-  m.def("reset_after_error", [] { return int(musejax::layer::ResetAfterError()); });
+  m.def("layer_error", &musejax::comm::ErrorText);
+  m.def("reset_after_error", [] {
+    const int layers = int(musejax::layer::ResetAfterError()), draft = int(musejax::draft::ResetAfterError());
+    musejax::comm::ClearError();
+    return layers ? layers : draft;
+  });
   m.def("layer_stamps", &musejax::layer::Stamps);  // [blocks][12 warps][64 layers][32 points], flat
-  m.def("set_spin_budget", [](uint64_t ns) { return int(musejax::layer::SetSpinBudget(ns)); }, nb::arg("ns"));
+  m.def(
+      "set_spin_budget",
+      [](uint64_t ns) {
+        musejax::comm::SetSpinBudget(ns);
+        const int layers = int(musejax::layer::WriteBudgets()), draft = int(musejax::draft::WriteBudgets());
+        return layers ? layers : draft;
+      },
+      nb::arg("ns"));
+  // Makes GPUs ready for drafters of these sizes, as `connect` does for layers.
+  m.def(
+      "connect_draft",
+      [](int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t inner, int64_t taps,
+         int64_t conv_groups, int64_t rank, int64_t vocab, int64_t candidates, int64_t slots,
+         const std::vector<int>& devices) {
+        musejax::DraftModel model{{hidden, heads, kv_heads, head_dim, inner, taps, conv_groups, rank}, vocab};
+        model.candidates = candidates;
+        musejax::draft::Connect(model, slots, devices);
+      },
+      nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("inner"), nb::arg("taps"),
+      nb::arg("conv_groups"), nb::arg("rank"), nb::arg("vocab"), nb::arg("candidates"), nb::arg("slots"),
+      nb::arg("devices"));
   m.def("limits", &Limits, nb::arg("device"), nb::arg("groups"));
 }

@@ -44,18 +44,6 @@ layer::LayerArrays TakeLayer(Operands& io, const Model& m, int64_t slices, size_
   return out;
 }
 
-// What a rank of so many slices sends: to the other ranks its own slices; to itself, besides, what ranks that are not
-// here would send, its own slices again.
-layer::Exchange ExchangeOf(const std::vector<layer::Workspace>& ranks, int rank, int64_t slices) {
-  layer::Exchange e{};
-  e.count = int(kSlices / slices);
-  for (int r = 0; r < e.count; ++r) {
-    const bool other = r != rank && r < int(ranks.size());
-    e.frames[r] = ranks[other ? r : rank].frames, e.first_slice[r] = int((other ? rank : r) * slices);
-  }
-  return e;
-}
-
 // Ordinals of the ranks' devices; none given: the device at hand.
 layer::Devices DevicesOf(Numbers given, int here) {
   return given.size() ? layer::Devices(given.begin(), given.end()) : layer::Devices{here};
@@ -63,7 +51,7 @@ layer::Devices DevicesOf(Numbers given, int here) {
 
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const ModelAttribute& attribute,
                bool first, bool last, const LayerLists& lists, Numbers given, bool looped) {
-  if (const std::string text = layer::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
+  if (const std::string text = comm::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
   Operands io("layers", args, rets, CopyOn(stream));
   PassParams pass{};
   pass.model = ToModel(attribute, io);
@@ -119,8 +107,10 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
     pass.parents = parents, pass.state = state, pass.path = path;
     pass.schedule = w.schedule, pass.frames = w.frames, pass.epochs = w.epochs, pass.abort = w.abort;
     pass.max_units = w.max_units, pass.rank = rank;
-    pass.stamps = w.stamps, pass.error = layer::Errors(), pass.budget = w.budget;
-    pass.exchange = ExchangeOf(all, rank, slices);
+    pass.stamps = w.stamps, pass.error = comm::Errors(), pass.budget = w.budget;
+    std::vector<uint8_t*> frames;
+    for (const layer::Workspace& each : all) frames.push_back(each.frames);
+    pass.exchange = comm::ExchangeOf(frames, rank, slices);
     return Launched("layers", instance->launch(pass, w.blocks, stream));
   } catch (const std::exception& error) {
     return ffi::Error::Internal(error.what());

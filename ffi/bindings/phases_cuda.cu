@@ -64,7 +64,7 @@ struct Launcher {
   // slices: of weights or heads here; 0: the phase has none.
   ffi::Error Launch(int64_t slices) {
     if (ffi::Error error = io.error(); error.failure()) return error;
-    if (const std::string text = layer::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
+    if (const std::string text = comm::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
     const layer::Instance* instance = nullptr;
     for (int64_t s = slices ? slices : 1; !instance && s <= (slices ? slices : kSlices); s *= 2)
       if (instance = layer::FindInstance(m.shape, m.top_k, s); instance && !instance->launch_phase) instance = nullptr;
@@ -78,7 +78,7 @@ struct Launcher {
       if (const cudaError_t error = cudaGetDevice(&here); error != cudaSuccess) return Launched(operation, error);
       const layer::Workspace& w = layer::WorkspacesOf(*instance, arrays().slots, {here}).front();
       p.schedule = w.schedule, p.frames = w.frames, p.epochs = w.epochs, p.abort = w.abort, p.budget = w.budget;
-      p.max_units = w.max_units, p.error = layer::Errors();
+      p.max_units = w.max_units, p.error = comm::Errors();
       p.exchange.count = 1, p.exchange.frames[0] = w.frames;
       return Launched(operation, instance->launch_phase(p, w.blocks, stream));
     } catch (const std::exception& error) {

@@ -2,12 +2,24 @@
 
 #include <cuda_runtime.h>
 
+#include <set>
 #include <stdexcept>
 #include <string>
 
 #include "comm/current_device.h"
 
 namespace musejax::comm {
+
+void RequirePeers(const std::string& operation, const std::vector<int>& devices, int64_t most) {
+  int count = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess)
+    throw std::runtime_error(operation + ": cudaGetDeviceCount failed: " + cudaGetErrorString(error));
+  const std::set<int> different(devices.begin(), devices.end());
+  if (devices.size() < 2 || int64_t(devices.size()) > most || different.size() != devices.size() ||
+      *different.begin() < 0 || *different.rbegin() >= count)
+    throw std::invalid_argument(operation + ": expected 2 to " + std::to_string(most) + " different GPUs of the " +
+                                std::to_string(count) + " here (argument devices)");
+}
 
 void AllowPeers(const std::vector<int>& devices) {
   const CurrentDevice before;

@@ -225,6 +225,15 @@ MUSEJAX_PTX void StRelaxed(Word* global, Word value) {
                  : "memory");
 }
 
+// 16 bytes that nobody writes during this launch, read once: they leave no line in L1.
+MUSEJAX_PTX uint4 LdNcNoAllocate(const uint4* global) {
+  uint4 out;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+      : "l"(global));
+  return out;
+}
+
 // ---- global memory, ordered ----
 
 // Later accesses of this thread come after it; pairs with RedAddRelease.

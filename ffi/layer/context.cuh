@@ -14,6 +14,7 @@
 // e - 1 came of them, and words of any later frame are made of o of e + 1 from all ranks, of the other's next launch.
 #pragma once
 
+#include "comm/exchange.h"
 #include "common/model.h"
 #include "layer/partition.h"
 #include "layer/sizes.h"
@@ -33,12 +34,7 @@ struct LayerArrays {
 
 inline constexpr int kMaxLayers = 64;
 
-// Where finished values of this rank's slices go: one entry a rank, itself included.
-struct Exchange {
-  int count;
-  uint8_t* frames[kSlices];
-  int first_slice[kSlices];  // where this rank's slices lie in that rank's frames
-};
+using comm::Exchange;
 
 // What a launch is given, but for the layers' arrays; every SM keeps it in shared memory.
 struct Pass {

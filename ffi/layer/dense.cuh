@@ -166,15 +166,6 @@ __device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Wo
         b[block * (kRegs / 2) + r / 2][half * 2 + r % 2] = Register(w[(block * 2 + half) * kWords + r / 3], r % 3);
 }
 
-// Sums of a range as an MMA leaves them -> partial [row][column].
-__device__ __forceinline__ void StoreSums(float* partial, const float (&d)[2][4], int lane) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) partial[(n * 8 + 2 * t + i % 2) * kPartialStride + g + i / 2 * 8] = d[n][i];
-}
-
 // Something of every load, for Consumer::Release.
 template <int kSteps>
 __device__ __forceinline__ uint32_t Loaded(const uint4 (&w)[kSteps]) {

@@ -1,12 +1,11 @@
-#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <tuple>
 
 #include "comm/current_device.h"
+#include "comm/errors.h"
 #include "comm/peers.h"
 #include "layer/attention_units.h"
 #include "layer/context.cuh"
@@ -54,7 +53,6 @@ struct Key {
 };
 std::map<Key, std::vector<Workspace>> workspaces;  // of all ranks
 std::map<std::array<int64_t, 2>, std::vector<int32_t>> schedules;  // (instance, blocks)
-uint64_t spin_budget_ns = ptx::kSpinBudgetNs;
 
 void Check(cudaError_t error, const char* what) {
   if (error != cudaSuccess)
@@ -68,7 +66,7 @@ cudaError_t WriteSchedule(const Workspace& w, const std::vector<int32_t>& spans)
 size_t FrameBytes(const Instance& instance, int max_units) { return 2 * size_t(instance.frame_bytes(max_units)); }
 
 cudaError_t WriteBudget(const Workspace& w) {
-  const uint32_t budget = uint32_t(spin_budget_ns >> 10);
+  const uint32_t budget = uint32_t(comm::SpinBudget() >> 10);
   return cudaMemcpy(w.budget, &budget, 4, cudaMemcpyHostToDevice);
 }
 
@@ -174,44 +172,15 @@ const std::vector<Workspace>& WorkspacesOf(const Instance& instance, int64_t slo
 }
 
 void Connect(int instance, int64_t slots, const Devices& devices) {
-  int count = 0;
-  Check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   const auto refuse = [](const std::string& what) { throw std::invalid_argument("connect: expected " + what); };
   if (instance < 0 || instance >= int(Instances().size())) refuse("a number of an instance (argument instance)");
   if (slots < 1) refuse("at least one slot (argument slots)");
-  if (devices.size() < 2 || std::set<int>(devices.begin(), devices.end()).size() != devices.size() ||
-      *std::min_element(devices.begin(), devices.end()) < 0 ||
-      *std::max_element(devices.begin(), devices.end()) >= count ||
-      int64_t(devices.size()) * Instances()[instance].slices > kSlices)
-    refuse("different GPUs of the " + std::to_string(count) + " here, of at most " + std::to_string(kSlices) +
-           " slices together (argument devices)");
+  comm::RequirePeers("connect", devices, kSlices / Instances()[instance].slices);
   const Key key{instance, MaxUnits(int(slots)), devices};
   const std::lock_guard<std::mutex> lock(mutex);
   if (workspaces.count(key)) return;
   comm::AllowPeers(devices);
   MakeWorkspaces(key);
-}
-
-ErrorBlock* Errors() {
-  static ErrorBlock* const block = [] {
-    void* memory = nullptr;
-    Check(cudaHostAlloc(&memory, sizeof(ErrorBlock), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    return new (memory) ErrorBlock{};
-  }();
-  return block;
-}
-
-std::string ErrorText() {
-  static const char* const kPhases[] = {"heads",    "attention",    "attention output", "pooler and router",
-                                        "routing",  "expert up",    "expert down",      "combine",
-                                        "unpooler", "weight stream"};
-  const volatile ErrorBlock* e = Errors();
-  if (e->set != 2) return "";
-  return "layers: a wait did not end within " + std::to_string(SpinBudget() / 1000000) + " ms: rank " +
-         std::to_string(e->rank) + ", SM " + std::to_string(e->block) + ", warp " + std::to_string(e->warp) +
-         ", layer " + std::to_string(e->layer) + ", phase " + kPhases[e->phase % 10] + ", wanted " +
-         std::to_string(e->wanted) + ", saw " + std::to_string(e->seen) +
-         "; the state of this pass is lost, start anew from the prompt";
 }
 
 cudaError_t ResetAfterError() {
@@ -227,17 +196,14 @@ cudaError_t ResetAfterError() {
     then(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)));
     then(cudaDeviceSynchronize());
   });
-  Errors()->set = 0;
   return error;
 }
 
-cudaError_t SetSpinBudget(uint64_t ns) {
+cudaError_t WriteBudgets() {
   const std::lock_guard<std::mutex> lock(mutex);
-  spin_budget_ns = ns;
   cudaError_t error = cudaSuccess;
   ForWorkspaces([&](const Workspace& w, int) { error = error == cudaSuccess ? WriteBudget(w) : error; });
   return error;
 }
-uint64_t SpinBudget() { return spin_budget_ns; }
 
 }  // namespace musejax::layer

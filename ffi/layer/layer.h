@@ -14,7 +14,6 @@ namespace musejax::layer {
 
 struct PassParams;   // context.cuh
 struct PhaseParams;  // phases.h
-struct ErrorBlock;   // words.cuh
 
 // Sizes of one instance (Sizes in sizes.h).
 struct Instance {
@@ -60,19 +59,14 @@ const std::vector<Workspace>& WorkspacesOf(const Instance& instance, int64_t slo
 // Throws std::invalid_argument or std::runtime_error.
 void Connect(int instance, int64_t slots, const Devices& devices);
 
-// Where kernels of this process report a wait that did not end; mapped to all devices.
-ErrorBlock* Errors();
-// Text of a reported error, empty if there is none. An error is cleared, and all workspaces with it, by
-// ResetAfterError; until then the state of a pass that failed means nothing.
-std::string ErrorText();
+// After an error (comm/errors.h): waits for all launches, then clears all workspaces.
 cudaError_t ResetAfterError();
 
 // Stamps of the last launch of the workspace made last on the current device, [blocks][warps][layers][points]; empty in
 // builds without MUSEJAX_LAYER_STAMPS.
 std::vector<uint64_t> Stamps();
 
-// How long a wait of launches from now on may take, in nanoseconds (2 s at first), on all devices.
-cudaError_t SetSpinBudget(uint64_t ns);
-uint64_t SpinBudget();
+// The budget of comm/errors.h for launches from now on, on all devices.
+cudaError_t WriteBudgets();
 
 }  // namespace musejax::layer

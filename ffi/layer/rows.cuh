@@ -1,45 +1,10 @@
-// Row tasks: one warp and one row of a block of at most 64 columns. Lane i holds columns 2i and 2i + 1; lanes beyond
-// the block hold zeros. All between GEMMs is made of these.
-//
-// Bits: sums of squares in the order of cpu/phases.h SumOfSquares; a block is a leaf.
+// Row tasks: one warp and one row of a block of at most 64 columns (common/rows.cuh). All between GEMMs is made of these.
 #pragma once
 
-#include "common/math.h"
+#include "common/rows.cuh"
 #include "layer/context.cuh"
 
 namespace musejax::layer {
-
-struct Two {
-  float a, b;
-};
-
-__device__ __forceinline__ uint32_t PackBf16(float a, float b) { return ptx::CvtRnBf16x2(a, b); }
-__device__ __forceinline__ Two Unpack(uint32_t r) { return {FromBf16(uint16_t(r)), FromBf16(uint16_t(r >> 16))}; }
-__device__ __forceinline__ Two Rounded(Two v) { return Unpack(PackBf16(v.a, v.b)); }
-
-// The sum over a block's columns, in all lanes: 16-column trees (8, 4, 2, 1), ascending from +0.
-template <int kWidth>
-__device__ __forceinline__ float LeafSum(Two v) {
-#pragma unroll
-  for (int x = 4; x; x /= 2) {
-    v.a = v.a + __shfl_xor_sync(kAllLanes, v.a, x);
-    v.b = v.b + __shfl_xor_sync(kAllLanes, v.b, x);
-  }
-  const float tree = v.a + v.b;
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWidth / 16; ++i) sum = sum + __shfl_sync(kAllLanes, tree, 8 * i);
-  return sum;
-}
-template <int kWidth>
-__device__ __forceinline__ float LeafSquares(Two v) {
-  return LeafSum<kWidth>({v.a * v.a, v.b * v.b});
-}
-
-// 1 / sqrt(mean + eps), as cpu/norm.cc RmsNorm.
-__device__ __forceinline__ float Rstd(float sum, int width, float eps) {
-  return 1.0f / sqrtf(sum / float(width) + eps);
-}
 
 // The sum of squares of a row from the sums of its kLeaves leaves, kEach of them in a lane from Mine() on: inside each
 // of 8 slices ascending from +0, then the slices. In all lanes. A slice's leaves lie in 4 neighbouring lanes, which

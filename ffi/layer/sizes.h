@@ -18,8 +18,6 @@ inline constexpr int kRowWarps = kWarps - 1;  // all but the streaming warp run 
 inline constexpr int kStages = 4;             // a fifth would leave no L1
 inline constexpr int kStageBytes = 36864;     // one NVFP4 tile of K = 4096, or 16 rows x 1,024 of bf16
 
-MUSEJAX_FN constexpr int Min(int a, int b) { return a < b ? a : b; }
-MUSEJAX_FN constexpr int Max(int a, int b) { return a > b ? a : b; }
 MUSEJAX_FN constexpr int Clamp(int x, int low, int high) { return Min(Max(x, low), high); }
 
 // A bf16 row of `width` columns in MMA operand order: for each t of 4, width / 8 registers in tagged words of three.

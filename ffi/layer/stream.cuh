@@ -5,12 +5,11 @@
 // A stage is consumed by all 8 MMA warps, each its own range of K. Only data written before this launch passes here.
 #pragma once
 
+#include "common/rows.cuh"
 #include "layer/context.cuh"
 
 namespace musejax::layer {
 
-inline constexpr int kPartialStride = 20;  // floats between rows of a partial: stores of fragments meet no bank twice
-inline constexpr int kPartialFloats = 16 * kPartialStride;
 inline constexpr int kAdders = kFirstMmaWarp - 1;  // warps 1 to 3
 
 struct SharedBuffers {

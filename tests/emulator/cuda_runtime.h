@@ -1,4 +1,4 @@
-// What the layer kernel uses of CUDA's language and runtime, for the emulator (fibers.h).
+// What the kernels use of CUDA's language and runtime, for the emulator (fibers.h).
 #pragma once
 
 #include <cmath>
@@ -13,6 +13,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
+#define __shared__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __builtin_assume(x)
@@ -122,6 +123,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 inline unsigned __reduce_min_sync(unsigned mask, unsigned v) { return ~__reduce_max_sync(mask, ~v); }
 inline void __syncwarp(unsigned = ~0u) { emulator::Exchange(nullptr, 0); }
 inline void __syncthreads() { emulator::BlockBarrier(0, emulator::block_threads); }
+inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline unsigned atomicCAS_system(unsigned* at, unsigned expected, unsigned value) {
   const unsigned old = *at;

@@ -127,6 +127,12 @@ void StRelaxed(T* global, V value) {
   emulator::Arrive(global, [=] { *global = value; });
 }
 
+template <Scope kScope>
+uint32_t LdAcquire(const uint32_t* global) {
+  return LdRelaxed<kScope>(global);
+}
+inline uint4 LdNcNoAllocate(const uint4* global) { return *global; }
+
 inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline void BarSync(uint32_t id, uint32_t threads) { emulator::BlockBarrier(int(id), int(threads)); }
 
