@@ -151,7 +151,7 @@ ffi::Error Tree(cudaStream_t stream, Args args, Rets rets, int64_t width, int64_
   io.Require(nodes >= 1 && nodes <= draft::kMaxNodes, "tokens", "1 to 32 nodes", nodes);
   io.Require(width >= 1, "width", "at least 1", width);
   io.Require(spine >= 0, "spine", "0 or more", spine);
-  io.Require(tau > 0.0f, "tau", "above 0", tau);
+  io.Require(tau > 0.0f, "tau", "a number above 0", std::to_string(tau));
   p.anchor = io.In<int32_t>("anchor", {});
   p.tokens = io.In<int32_t>("tokens", {positions, candidates});
   p.scores = io.In<float>("scores", {positions, candidates, candidates});
