@@ -57,6 +57,11 @@ class Operands {
     return buffer.has_value() && axis < buffer->dimensions().size() ? buffer->dimensions()[axis] : 0;
   }
   size_t args() const { return args_.size(); }
+  // Likewise of result `index`, whose shape the caller chose.
+  int64_t ResultSize(size_t index, size_t axis) const {
+    auto buffer = rets_.get<ffi::AnyBuffer>(index);
+    return buffer.has_value() && axis < (*buffer)->dimensions().size() ? (*buffer)->dimensions()[axis] : 0;
+  }
 
   // The next operand, or the next result.
   template <typename T>
