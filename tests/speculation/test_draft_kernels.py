@@ -419,6 +419,27 @@ def test_rows_beyond_the_limit_are_refused():
         dk.init_cache(BASE, 0)
 
 
+@names
+def test_several_gpus_exchange_in_the_kernels(name, monkeypatch):
+    """The program of one device of two, as GPUs would have it: a call a pass, on parts, and no collective."""
+    drafter, mesh, connected = named(name), make_mesh(2), []
+    config, (params, target) = drafter.config, on(drafter, mesh)
+    monkeypatch.setattr(dk, "ordinals", lambda mesh: (0, 1))
+    monkeypatch.setattr(ffi, "connect_draft", lambda *given: connected.append(given))
+    cache = dk.init_cache(config, None, mesh)
+    texts = [jax.jit(lambda params, target, cache: dk.draft(params, target, cache, 9, config=config, mesh=mesh))
+             .lower(params, target, cache).as_text(),
+             jax.jit(lambda params, cache, taps: dk.commit_context(params, cache, taps, 0, 3, config=config, mesh=mesh))
+             .lower(params, cache, jnp.zeros((16, config.taps_width))).as_text()]
+    for text, call in zip(texts, ("@musejax_draft(", "@musejax_draft_commit("), strict=True):
+        assert text.count(call) == 1 and text.count("@musejax_") == 2, "and the angles"
+        assert "devices = array<i64: 0, 1>" in text or "devices = dense<[0, 1]> : tensor<2xi64>" in text
+        assert "all_gather" not in text
+        assert f"tensor<4x{layout(config)['dense.bytes']}xui8>" in text
+    model = DraftCall(config).model
+    assert connected == [(model, config.num_hidden_layers, cache.keys.shape[2], (0, 1))] * 2
+
+
 # ------------------------------------------------------------------ faults that must be seen
 
 
