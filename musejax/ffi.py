@@ -24,6 +24,9 @@ from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, 
 ABI = 6
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
+MAX_DRAFT_LAYERS, MAX_DRAFT_CANDIDATES = 16, 16
+"""What the CUDA library's drafter kernels take: layers of a launch, and candidates, of which a warp keeps so many."""
+
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
 _ALIASES = {"gpu": "cuda"}  # what JAX calls the platform of an NVIDIA GPU
 _BUILD_INFO_BYTES = 512  # kBuildInfoBytes in ffi/common/build_info.h; the handler refuses another size
@@ -149,6 +152,29 @@ def connect(sizes: tuple[int, ...], slots: int, devices: tuple[int, ...]) -> Non
         raise LibraryError(f"connect: expected sizes among {instances}, got {sizes}")
     try:
         module.connect(instances.index(sizes), slots, list(devices))
+    except (RuntimeError, ValueError) as error:
+        raise LibraryError(str(error)) from error
+
+
+def connect_draft(model: dict, layers: int, slots: int, devices: tuple[int, ...]) -> None:
+    """`connect` for the passes of one drafter.
+
+    Args:
+        model: as `kernels.draft_calls.draft_attribute` returns it.
+        layers: of the drafter.
+        slots: of its cache.
+        devices: ordinals, in the order of the slices that they hold.
+
+    Raises:
+        LibraryError: the drafter has more layers than a launch takes, the library has no kernel of such sizes, or the
+            GPUs cannot write each other's memory.
+    """
+    if layers > MAX_DRAFT_LAYERS:
+        raise LibraryError(f"connect_draft: expected at most {MAX_DRAFT_LAYERS} layers, got {layers}")
+    names = ("hidden", "heads", "kv_heads", "head_dim", "inner", "taps", "conv_groups", "rank", "vocab", "candidates")
+    sizes = [model[name] for name in names]
+    try:
+        library("cuda").connect_draft(*sizes, slots, list(devices))
     except (RuntimeError, ValueError) as error:
         raise LibraryError(str(error)) from error
 

@@ -157,3 +157,22 @@ def test_cuda_build_info():
     if not any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("no GPU here, or not asked for: JAX_PLATFORMS=cuda pytest tests/test_ffi.py")
     assert ffi.build_info("cuda").cuda
+
+
+def test_connect_draft(monkeypatch):
+    """Sizes in the order in which the module takes them; refusals as errors of this module."""
+    model = {name: i for i, name in enumerate((
+        "hidden", "heads", "kv_heads", "head_dim", "inner", "taps", "conv_groups", "rank", "vocab", "candidates",
+        "window"))}
+    given = []
+    monkeypatch.setattr(ffi, "library", lambda platform: SimpleNamespace(connect_draft=lambda *x: given.append(x)))
+    ffi.connect_draft(model, 16, 128, (3, 1))
+    assert given == [(*range(10), 128, [3, 1])]
+    with pytest.raises(ffi.LibraryError, match="connect_draft: expected at most 16 layers, got 17"):
+        ffi.connect_draft(model, 17, 128, (3, 1))
+    for error in (RuntimeError, ValueError):
+        def refuse(*_, error=error):
+            raise error("connect_draft: expected GPUs that write each other's memory, got two that do not")
+        monkeypatch.setattr(ffi, "library", lambda platform, refuse=refuse: SimpleNamespace(connect_draft=refuse))
+        with pytest.raises(ffi.LibraryError, match="expected GPUs that write"):
+            ffi.connect_draft(model, 5, 128, (0, 1))

@@ -11,9 +11,10 @@ extern "C" {
 musejax::Handler MusejaxBuildInfoCpu, MusejaxLayersCpu, MusejaxAnglesCpu, MusejaxEmbedNormCpu, MusejaxAttnInCpu,
     MusejaxAttentionCpu, MusejaxAttnOutCpu, MusejaxPoolCpu, MusejaxExpertsUpCpu, MusejaxExpertsDownCpu,
     MusejaxCombineCpu, MusejaxCombinePartialsCpu, MusejaxCombineGatheredCpu, MusejaxUnpoolCpu, MusejaxAddFfnCpu,
-    MusejaxHeadCpu, MusejaxHeadSumsCpu, MusejaxLogprobCpu, MusejaxSoftcapCpu, MusejaxDraftFcCpu, MusejaxDraftContextCpu,
-    MusejaxDraftEmbedCpu, MusejaxDraftLayersCpu, MusejaxDraftDeltaCpu, MusejaxDraftAttentionCpu, MusejaxDraftAttnOutCpu,
-    MusejaxDraftUpCpu, MusejaxDraftDownCpu, MusejaxDraftHeadCpu, MusejaxDraftLatticeCpu;
+    MusejaxHeadCpu, MusejaxHeadSumsCpu, MusejaxLogprobCpu, MusejaxSoftcapCpu, MusejaxDraftCpu, MusejaxDraftCommitCpu,
+    MusejaxDraftTreeCpu, MusejaxDraftFcCpu, MusejaxDraftContextCpu, MusejaxDraftEmbedCpu, MusejaxDraftDeltaCpu,
+    MusejaxDraftAttentionCpu, MusejaxDraftAttnOutCpu, MusejaxDraftUpCpu, MusejaxDraftDownCpu, MusejaxDraftHeadCpu,
+    MusejaxDraftLatticeCpu;
 }
 
 NB_MODULE(_cpu, m) {
@@ -37,10 +38,12 @@ NB_MODULE(_cpu, m) {
                                {"musejax_head_sums", MusejaxHeadSumsCpu},
                                {"musejax_logprob", MusejaxLogprobCpu},
                                {"musejax_softcap", MusejaxSoftcapCpu},
+                               {"musejax_draft", MusejaxDraftCpu},
+                               {"musejax_draft_commit", MusejaxDraftCommitCpu},
+                               {"musejax_draft_tree", MusejaxDraftTreeCpu},
                                {"musejax_draft_fc", MusejaxDraftFcCpu},
                                {"musejax_draft_context", MusejaxDraftContextCpu},
                                {"musejax_draft_embed", MusejaxDraftEmbedCpu},
-                               {"musejax_draft_layers", MusejaxDraftLayersCpu},
                                {"musejax_draft_delta", MusejaxDraftDeltaCpu},
                                {"musejax_draft_attention", MusejaxDraftAttentionCpu},
                                {"musejax_draft_attn_out", MusejaxDraftAttnOutCpu},

@@ -1,304 +1,120 @@
-// Targets of a DFlash drafter on the CPU: the functions of cpu/draft.h of the same names. Arrays with a slice axis have
-// the slices (or heads) of this device as results and all of them as operands; weights have the slices of this device.
-// rows: 1 to 16 of a block or of a pass; stream: bf16 [8, rows, hidden/8]; delta: f32 [8, rows, 4 groups/8], no groups
-// in DFlash 1; begin: i32 [], the first slice here; length: i32 [], positions in the rings before the block.
-#include "bindings/draft_model.h"
-#include "cpu/draft.h"
+// Targets of a DFlash drafter on one CPU device, the boundary of the CUDA kernels: musejax_draft, musejax_draft_commit
+// and musejax_draft_tree (cpu/draft.h). Attribute devices: on CUDA, the ordinals of those that share the drafter, each
+// of which then has some of the 8 slices; none here.
+#include "bindings/draft_pass.h"
 #include "cpu/thread_pool.h"
 
 namespace musejax {
-
 namespace {
 
 using Args = ffi::RemainingArgs;
 using Rets = ffi::RemainingRets;
+using Numbers = ffi::Span<const int64_t>;
 
-void RequireRows(Operands& io, const std::string& name, int64_t count) {
-  io.Require(count >= 1 && count <= kMaxRows, name, "1 to 16 rows", count);
+void RequireOneDevice(Operands& io, Numbers devices) {
+  io.Require(devices.size() == 0, "devices", "none on a CPU", devices.size());
 }
 
-const bf16* TakeStream(Operands& io, const DraftModel& m, int64_t count) {
-  RequireRows(io, "stream", count);
-  return io.In<bf16>("stream", {kSlices, count, m.shape.hidden_slice()});
-}
-
-const float* TakeDelta(Operands& io, const DraftModel& m, int64_t count) {
-  return io.In<float>("delta", {kSlices, count, m.shape.delta_rows()});
-}
-
-int64_t TakeInteger(Operands& io, const std::string& name, int64_t low, int64_t high) {
-  const int32_t* value = io.In<int32_t>(name, {});
-  if (!value) return 0;
-  io.Require(*value >= low && *value <= high, name, std::to_string(low) + " to " + std::to_string(high), *value);
-  return *value;
-}
-
-int64_t TakeLength(Operands& io) { return TakeInteger(io, "length", 0, INT32_MAX - kMaxRows); }
-int64_t TakeBegin(Operands& io, int64_t slices) { return TakeInteger(io, "begin", 0, kSlices - slices); }
-
-// Operands dense, small of one layer.
-DraftWeights TakeWeights(Operands& io, const DraftModel& m, int64_t slices, int64_t begin, const std::string& layer) {
-  DraftWeights w{};
-  w.slices = slices, w.begin = begin;
-  w.dense = io.In<uint8_t>(layer + "dense", {slices, DraftDenseLayout(m.shape).bytes});
-  w.small = io.In<float>(layer + "small", {DraftSmallLayout(m.shape).count});
-  return w;
-}
-
-// Rings of every layer, bf16 [layers, heads here, slots, c] twice: operands, or operands updated in place.
-std::vector<DraftKeys> TakeKeys(Operands& io, const DraftModel& m, size_t index, int64_t slices, bool in_place) {
-  const int64_t layers = io.Size(index, 0), heads = slices * m.shape.kv_slice(), slots = io.Size(index, 2);
-  const int64_t c = m.shape.head_dim;
-  const auto take = [&](const char* name) {
-    return in_place ? io.InOut<bf16>(name, {layers, heads, slots, c})
-                    : const_cast<bf16*>(io.In<bf16>(name, {layers, heads, slots, c}));  // phases of a block only read
-  };
-  bf16 *keys = take("keys"), *values = take("values");
-  io.Require(layers >= 1 && slots >= 1, "keys", "at least one layer and one slot", slots);
-  std::vector<DraftKeys> out;
-  for (int64_t i = 0; i < layers && io.ok(); ++i)
-    out.push_back({keys + i * heads * slots * c, values + i * heads * slots * c, heads, slots});
-  return out;
-}
-
-std::vector<DraftWeights> TakeLayers(Operands& io, const DraftModel& m, size_t n, int64_t slices) {
-  std::vector<DraftWeights> out;
-  for (size_t i = 0; i < n && io.ok(); ++i)
-    out.push_back(TakeWeights(io, m, slices, 0, "layers[" + std::to_string(i) + "]."));
-  return out;
-}
-
-// musejax_draft_fc: taps f32 [rows, taps * hidden], count i32 [] (rows that matter), fc u8 [slices here, bytes] -> ctx
-// bf16 [slices here, rows, hidden/8].
-ffi::Error FcHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_fc", args, rets);
+// musejax_draft: rows bf16 [8, t, hidden/8] of the embedding, the anchor's first, cos_sin f32 [t, 2, c/2], anchor i32
+// [], length i32 [] (positions in the rings), norm f32 [hidden], lm_head u8 [8, bytes], selector u8 [8, bytes],
+// predecessor, successor bf16 [vocab, rank] ([0, 0] in DFlash 1), keys, values bf16 [layers, kv_heads, slots, c], then
+// dense, small of each layer -> tokens i32 [q, candidates], scores f32 [q, candidates, candidates], coverage f32 [q],
+// q = t - 1. Attribute num_tokens: ids from here on are no candidates.
+ffi::Error DraftHandler(Args args, Rets rets, DraftAttribute attribute, int64_t num_tokens, Numbers devices) {
+  Operands io("draft", args, rets);
   const DraftModel m = ToModel(attribute, io);
+  RequireOneDevice(io, devices);
   if (!io.ok()) return io.error();
-  const int64_t rows = io.Size(0, 0), slices = io.Size(2, 0);
+  const DraftShape& s = m.shape;
+  const int64_t count = io.Size(0, 1), q = count - 1, most = m.candidates, codes = s.rank ? m.vocab : 0;
+  io.Require(count >= 2 && count <= kMaxRows, "rows", "an anchor and 1 to 15 drafted positions", count);
+  const bf16* rows = io.In<bf16>("rows", {kSlices, count, s.hidden_slice()});
+  const float* cos_sin = io.In<float>("cos_sin", {count, 2, s.head_dim / 2});
+  const int64_t anchor = TakeInteger(io, "anchor", 0, m.vocab - 1), length = TakeLength(io);
+  DraftEnd end{};
+  end.norm = io.In<float>("norm", {s.hidden});
+  end.lm_head = io.In<uint8_t>("lm_head", {kSlices, HeadBytes(m.vocab, s.hidden)});
+  end.selector = io.In<uint8_t>("selector", {kSlices, SelectorBytes(s)});
+  end.predecessor = io.In<bf16>("predecessor", {codes, s.rank});
+  end.successor = io.In<bf16>("successor", {codes, s.rank});
+  const std::vector<DraftKeys> keys = TakeKeys(io, m, 9, kSlices, false);
+  const std::vector<DraftWeights> layers = TakeLayers(io, m, keys.size(), kSlices);
+  DraftGuesses out{};
+  out.tokens = io.Out<int32_t>("tokens", {q, most});
+  out.scores = io.Out<float>("scores", {q, most, most});
+  out.coverage = io.Out<float>("coverage", {q});
+  if (ffi::Error error = io.error(); error.failure()) return error;
+  IeeeArithmetic ieee;
+  Draft(m, layers.data(), keys.data(), int(layers.size()), end, rows, cos_sin, int32_t(anchor), length, int(count),
+        num_tokens, out);
+  return ffi::Error::Success();
+}
+
+// musejax_draft_commit: taps f32 [rows, taps * hidden], cos_sin f32 [rows, 2, c/2], start i32 [] (position of row 0),
+// count i32 [] (rows that matter), fc u8 [8, bytes], hidden_norm f32 [hidden], keys, values bf16 [layers, kv_heads,
+// slots, c], then dense, small of each layer -> keys, values in place.
+ffi::Error CommitHandler(Args args, Rets rets, DraftAttribute attribute, Numbers devices) {
+  Operands io("draft_commit", args, rets);
+  const DraftModel m = ToModel(attribute, io);
+  RequireOneDevice(io, devices);
+  if (!io.ok()) return io.error();
+  const int64_t rows = io.Size(0, 0);
   RequireRows(io, "taps", rows);
   const float* taps = io.In<float>("taps", {rows, m.shape.taps_width()});
-  const int64_t count = TakeInteger(io, "count", 0, rows);
-  const uint8_t* fc = io.In<uint8_t>("fc", {slices, FcBytes(m.shape)});
-  bf16* ctx = io.Out<bf16>("ctx", {slices, rows, m.shape.hidden_slice()});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftFc(m, fc, slices, taps, int(rows), int(count), ctx);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_context: ctx bf16 [8, rows, hidden/8], cos_sin f32 [rows, 2, c/2], start i32 [] (position of row 0),
-// count i32 [], hidden_norm f32 [hidden], keys, values bf16 [layers, heads here, slots, c], then dense, small of each
-// layer -> keys, values in place.
-ffi::Error ContextHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_context", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t rows = io.Size(0, 1), slices = io.Size(7, 0);
-  RequireRows(io, "ctx", rows);
-  const bf16* ctx = io.In<bf16>("ctx", {kSlices, rows, m.shape.hidden_slice()});
   const float* cos_sin = io.In<float>("cos_sin", {rows, 2, m.shape.head_dim / 2});
   const int64_t start = TakeInteger(io, "start", 0, INT32_MAX - kMaxRows), count = TakeInteger(io, "count", 0, rows);
+  const uint8_t* fc = io.In<uint8_t>("fc", {kSlices, FcBytes(m.shape)});
   const float* norm = io.In<float>("hidden_norm", {m.shape.hidden});
-  const std::vector<DraftKeys> keys = TakeKeys(io, m, 5, slices, true);
-  const std::vector<DraftWeights> layers = TakeLayers(io, m, keys.size(), slices);
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftContext(m, layers.data(), keys.data(), int(layers.size()), norm, ctx, cos_sin, start, int(rows), int(count));
-  return ffi::Error::Success();
-}
-
-// musejax_draft_embed: rows bf16 [8, rows, hidden/8] of the embedding -> stream.
-ffi::Error EmbedHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_embed", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  const int64_t count = io.Size(0, 1);
-  const bf16* rows = io.In<bf16>("rows", {kSlices, count, m.shape.hidden_slice()});
-  bf16* stream = io.Out<bf16>("stream", {kSlices, count, m.shape.hidden_slice()});
-  RequireRows(io, "rows", count);
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftEmbed(m, rows, int(count), stream);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_layers, on one device: stream, cos_sin f32 [rows, 2, c/2], length, keys, values [layers, kv_heads,
-// slots, c], then dense, small of each layer -> stream after all layers, in place.
-ffi::Error LayersHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_layers", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t count = io.Size(0, 1);
-  RequireRows(io, "stream", count);
-  bf16* stream = io.InOut<bf16>("stream", {kSlices, count, m.shape.hidden_slice()});
-  const float* cos_sin = io.In<float>("cos_sin", {count, 2, m.shape.head_dim / 2});
-  const int64_t length = TakeLength(io);
-  const std::vector<DraftKeys> keys = TakeKeys(io, m, 3, kSlices, false);
+  const std::vector<DraftKeys> keys = TakeKeys(io, m, 6, kSlices, true);
   const std::vector<DraftWeights> layers = TakeLayers(io, m, keys.size(), kSlices);
   if (ffi::Error error = io.error(); error.failure()) return error;
   IeeeArithmetic ieee;
-  DraftLayers(m, layers.data(), keys.data(), int(layers.size()), cos_sin, length, int(count), stream);
+  DraftCommit(m, layers.data(), keys.data(), int(layers.size()), fc, norm, taps, cos_sin, start, int(rows),
+              int(count));
   return ffi::Error::Success();
 }
 
-// musejax_draft_delta: stream, dense, small -> delta of the slices here. Attribute mlp: of the FFN's convolution, else
-// of the attention's.
-ffi::Error DeltaHandler(Args args, Rets rets, DraftAttribute attribute, bool mlp) {
-  Operands io("draft_delta", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t count = io.Size(0, 1), slices = io.Size(1, 0);
-  const bf16* stream = TakeStream(io, m, count);
-  const DraftWeights w = TakeWeights(io, m, slices, 0, "");
-  float* delta = io.Out<float>("delta", {slices, count, m.shape.delta_rows()});
+// musejax_draft_tree: anchor i32 [], tokens i32 [q, a], scores f32 [q, a, a], coverage f32 [q] -> tokens, parents,
+// depth, ancestors i32 [nodes] (ancestors: the bits of uint32), cum f32 [nodes], 1 to 32 nodes. Attributes: width,
+// children a node may have, a or more for all; spine, nodes that follow the greedy chain; tau.
+ffi::Error TreeHandler(Args args, Rets rets, int64_t width, int64_t spine, float tau) {
+  Operands io("draft_tree", args, rets);
+  const int64_t q = io.Size(1, 0), a = io.Size(1, 1), nodes = io.ResultSize(0, 0);
+  const int32_t* anchor = io.In<int32_t>("anchor", {});
+  DraftTreeInput in{};
+  in.depths = q, in.candidates = a;
+  in.tokens = io.In<int32_t>("tokens", {q, a});
+  io.Require(q >= 1 && a >= 1, "tokens", "at least one position and one candidate", q * a);
+  in.scores = io.In<float>("scores", {q, a, a});
+  in.coverage = io.In<float>("coverage", {q});
+  io.Require(nodes >= 1 && nodes <= kMaxNodes, "nodes", "1 to 32", nodes);
+  io.Require(width >= 1, "width", "at least 1", width);
+  io.Require(spine >= 0, "spine", "at least 0", spine);
+  io.Require(tau > 0, "tau", "a number above 0", std::to_string(tau));
+  DraftTreeNodes out{};
+  out.tokens = io.Out<int32_t>("tokens", {nodes});
+  out.parents = io.Out<int32_t>("parents", {nodes});
+  out.depth = io.Out<int32_t>("depth", {nodes});
+  out.ancestors = reinterpret_cast<uint32_t*>(io.Out<int32_t>("ancestors", {nodes}));
+  out.cum = io.Out<float>("cum", {nodes});
   if (ffi::Error error = io.error(); error.failure()) return error;
   IeeeArithmetic ieee;
-  DraftDelta(m, w, mlp ? Sublayer::kMlp : Sublayer::kAttention, stream, int(count), delta);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_attention: stream, delta, cos_sin f32 [rows, 2, c/2], length, dense, small, keys, values [layers, heads
-// here, slots, c] -> o bf16 [query heads here, rows, c]. Attribute layer: whose keys.
-ffi::Error AttentionHandler(Args args, Rets rets, DraftAttribute attribute, int64_t layer) {
-  Operands io("draft_attention", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const DraftShape& s = m.shape;
-  const int64_t count = io.Size(0, 1), slices = io.Size(4, 0);
-  const bf16* stream = TakeStream(io, m, count);
-  const float* delta = TakeDelta(io, m, count);
-  const float* cos_sin = io.In<float>("cos_sin", {count, 2, s.head_dim / 2});
-  const int64_t length = TakeLength(io);
-  const DraftWeights w = TakeWeights(io, m, slices, 0, "");
-  const std::vector<DraftKeys> keys = TakeKeys(io, m, 6, slices, false);
-  io.Require(layer >= 0 && layer < io.Size(6, 0), "layer", "a layer of the rings", layer);
-  bf16* o = io.Out<bf16>("o", {slices * s.heads_slice(), count, s.head_dim});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftAttention(m, w, keys[layer], stream, delta, cos_sin, length, int(count), o);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_attn_out: o bf16 [heads, rows, c], stream, delta, begin, dense, small -> stream after attention, the
-// slices here.
-ffi::Error AttnOutHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_attn_out", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const DraftShape& s = m.shape;
-  const int64_t count = io.Size(1, 1), slices = io.Size(4, 0);
-  const bf16* o = io.In<bf16>("o", {s.heads, count, s.head_dim});
-  const bf16* stream = TakeStream(io, m, count);
-  const float* delta = TakeDelta(io, m, count);
-  const int64_t begin = TakeBegin(io, slices);
-  const DraftWeights w = TakeWeights(io, m, slices, begin, "");
-  bf16* out = io.Out<bf16>("stream", {slices, count, s.hidden_slice()});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftAttnOut(m, w, o, stream, delta, int(count), out);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_up: stream, delta, dense, small -> act bf16 [slices here, rows, inner/8].
-ffi::Error UpHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_up", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t count = io.Size(0, 1), slices = io.Size(2, 0);
-  const bf16* stream = TakeStream(io, m, count);
-  const float* delta = TakeDelta(io, m, count);
-  const DraftWeights w = TakeWeights(io, m, slices, 0, "");
-  bf16* act = io.Out<bf16>("act", {slices, count, m.shape.inner_slice()});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftUp(m, w, stream, delta, int(count), act);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_down: act bf16 [8, rows, inner/8], stream, delta, begin, dense, small -> stream after the FFN, the
-// slices here.
-ffi::Error DownHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_down", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t count = io.Size(1, 1), slices = io.Size(4, 0);
-  const bf16* act = io.In<bf16>("act", {kSlices, count, m.shape.inner_slice()});
-  const bf16* stream = TakeStream(io, m, count);
-  const float* delta = TakeDelta(io, m, count);
-  const int64_t begin = TakeBegin(io, slices);
-  const DraftWeights w = TakeWeights(io, m, slices, begin, "");
-  bf16* out = io.Out<bf16>("stream", {slices, count, m.shape.hidden_slice()});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftDown(m, w, act, stream, delta, int(count), out);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_head: stream, norm f32 [hidden], lm_head u8 [slices here, bytes], selector u8 [slices here, bytes],
-// begin -> values f32, ids i32 [slices here, rows - 1, candidates], sums f32 [slices here, rows - 1], gate f32 [slices
-// here, rows - 1, rank/8], of the rows after the anchor. Attribute num_tokens: ids from here on are no candidates.
-ffi::Error HeadHandler(Args args, Rets rets, DraftAttribute attribute, int64_t num_tokens) {
-  Operands io("draft_head", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const DraftShape& s = m.shape;
-  const int64_t count = io.Size(0, 1), slices = io.Size(2, 0), rows = count - 1, most = m.candidates;
-  const bf16* stream = TakeStream(io, m, count);
-  io.Require(count >= 2, "stream", "an anchor and a drafted position", count);
-  const float* norm = io.In<float>("norm", {s.hidden});
-  const uint8_t* lm_head = io.In<uint8_t>("lm_head", {slices, HeadBytes(m.vocab, s.hidden)});
-  const uint8_t* selector = io.In<uint8_t>("selector", {slices, SelectorBytes(s)});
-  const int64_t begin = TakeBegin(io, slices);
-  DraftTop top{};
-  top.values = io.Out<float>("values", {slices, rows, most});
-  top.ids = io.Out<int32_t>("ids", {slices, rows, most});
-  top.sums = io.Out<float>("sums", {slices, rows});
-  float* gate = io.Out<float>("gate", {slices, rows, s.rank_slice()});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftHead(m, norm, lm_head, selector, begin, slices, stream, int(count), num_tokens, top, gate);
-  return ffi::Error::Success();
-}
-
-// musejax_draft_lattice: values, ids, sums, gate of all slices, predecessor, successor bf16 [vocab, rank], anchor i32
-// [] -> tokens i32 [rows, candidates], scores f32 [rows, candidates, candidates], coverage f32 [rows].
-ffi::Error LatticeHandler(Args args, Rets rets, DraftAttribute attribute) {
-  Operands io("draft_lattice", args, rets);
-  const DraftModel m = ToModel(attribute, io);
-  if (!io.ok()) return io.error();
-  const int64_t rows = io.Size(0, 1), most = m.candidates, rank = m.shape.rank, codes = rank ? m.vocab : 0;
-  RequireRows(io, "values", rows);
-  DraftTop top{};  // only read
-  top.values = const_cast<float*>(io.In<float>("values", {kSlices, rows, most}));
-  top.ids = const_cast<int32_t*>(io.In<int32_t>("ids", {kSlices, rows, most}));
-  top.sums = const_cast<float*>(io.In<float>("sums", {kSlices, rows}));
-  const float* gate = io.In<float>("gate", {kSlices, rows, m.shape.rank_slice()});
-  const bf16* predecessor = io.In<bf16>("predecessor", {codes, rank});
-  const bf16* successor = io.In<bf16>("successor", {codes, rank});
-  const int64_t anchor = TakeInteger(io, "anchor", 0, m.vocab - 1);
-  int32_t* tokens = io.Out<int32_t>("tokens", {rows, most});
-  float* scores = io.Out<float>("scores", {rows, most, most});
-  float* coverage = io.Out<float>("coverage", {rows});
-  if (ffi::Error error = io.error(); error.failure()) return error;
-  IeeeArithmetic ieee;
-  DraftLattice(m, top, gate, predecessor, successor, int32_t(anchor), int(rows), tokens, scores, coverage);
+  in.anchor = *anchor;
+  DraftTree(in, tau, width, spine, int(nodes), out);
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace musejax
 
-#define MUSEJAX_BIND_DRAFT xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<musejax::DraftAttribute>("model")
+#define MUSEJAX_BIND xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftFcCpu, musejax::FcHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftContextCpu, musejax::ContextHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftEmbedCpu, musejax::EmbedHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftLayersCpu, musejax::LayersHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftDeltaCpu, musejax::DeltaHandler, MUSEJAX_BIND_DRAFT.Attr<bool>("mlp"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftAttentionCpu, musejax::AttentionHandler,
-                              MUSEJAX_BIND_DRAFT.Attr<int64_t>("layer"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftAttnOutCpu, musejax::AttnOutHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftUpCpu, musejax::UpHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftDownCpu, musejax::DownHandler, MUSEJAX_BIND_DRAFT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftHeadCpu, musejax::HeadHandler,
-                              MUSEJAX_BIND_DRAFT.Attr<int64_t>("num_tokens"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftLatticeCpu, musejax::LatticeHandler, MUSEJAX_BIND_DRAFT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftCpu, musejax::DraftHandler,
+                              MUSEJAX_BIND.Attr<musejax::DraftAttribute>("model")
+                                  .Attr<int64_t>("num_tokens")
+                                  .Attr<xla::ffi::Span<const int64_t>>("devices"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MusejaxDraftCommitCpu, musejax::CommitHandler,
+    MUSEJAX_BIND.Attr<musejax::DraftAttribute>("model").Attr<xla::ffi::Span<const int64_t>>("devices"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MusejaxDraftTreeCpu, musejax::TreeHandler,
+                              MUSEJAX_BIND.Attr<int64_t>("width").Attr<int64_t>("spine").Attr<float>("tau"));

@@ -145,7 +145,7 @@ ffi::Error CommitLooped(cudaStream_t stream, Args args, Rets rets, DraftAttribut
 ffi::Error Tree(cudaStream_t stream, Args args, Rets rets, int64_t width, int64_t spine, float tau) {
   Operands io("draft_tree", args, rets, CopyOn(stream));
   draft::TreeParams p{};
-  const int64_t positions = io.Size(1, 0), candidates = io.Size(1, 1), nodes = io.OutSize(0, 0);
+  const int64_t positions = io.Size(1, 0), candidates = io.Size(1, 1), nodes = io.ResultSize(0, 0);
   io.Require(positions >= 1 && candidates >= 1 && candidates <= draft::kMaxCandidates, "tokens",
              "at least one position and 1 to 16 candidates", candidates);
   io.Require(nodes >= 1 && nodes <= draft::kMaxNodes, "tokens", "1 to 32 nodes", nodes);

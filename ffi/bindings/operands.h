@@ -56,12 +56,12 @@ class Operands {
     auto buffer = args_.get<ffi::AnyBuffer>(index);
     return buffer.has_value() && axis < buffer->dimensions().size() ? buffer->dimensions()[axis] : 0;
   }
-  // The same of a result.
-  int64_t OutSize(size_t index, size_t axis) const {
-    auto result = rets_.get<ffi::AnyBuffer>(index);
-    return result.has_value() && axis < (*result)->dimensions().size() ? (*result)->dimensions()[axis] : 0;
-  }
   size_t args() const { return args_.size(); }
+  // Likewise of result `index`, whose shape the caller chose.
+  int64_t ResultSize(size_t index, size_t axis) const {
+    auto buffer = rets_.get<ffi::AnyBuffer>(index);
+    return buffer.has_value() && axis < (*buffer)->dimensions().size() ? (*buffer)->dimensions()[axis] : 0;
+  }
 
   // The next operand, or the next result.
   template <typename T>

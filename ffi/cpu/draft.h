@@ -60,9 +60,6 @@ void DraftUp(const DraftModel&, const DraftWeights&, const bf16* stream, const f
 // draft_layer.cc: y = r(act Wdown^T), convolution side 1, stream + y, as DraftAttnOut; act gathered.
 void DraftDown(const DraftModel&, const DraftWeights&, const bf16* act, const bf16* stream, const float* delta,
                int count, bf16* out);
-// draft_layer.cc: all layers on one device; stream in place.
-void DraftLayers(const DraftModel&, const DraftWeights* layers, const DraftKeys* keys, int n, const float* cos_sin,
-                 int64_t length, int count, bf16* stream);
 
 // ---- candidates: rows 1 .. count - 1 of the block, here 0 .. count - 2 ----
 // What the LM head says of each slice and row.
@@ -79,6 +76,54 @@ void DraftHead(const DraftModel&, const float* norm, const uint8_t* lm_head, con
 // candidates' share), scores [rows][candidates][candidates] after each candidate of the row before (row 0: the anchor).
 void DraftLattice(const DraftModel&, const DraftTop& top, const float* gate, const bf16* predecessor,
                   const bf16* successor, int32_t anchor, int rows, int32_t* tokens, float* scores, float* coverage);
+
+// ---- whole passes on one device, of all slices; the bits of the phases one after the other ----
+// What follows the layers. predecessor, successor: [vocab][rank].
+struct DraftEnd {
+  const float* norm;
+  const uint8_t *lm_head, *selector;
+  const bf16 *predecessor, *successor;
+};
+// Results of DraftLattice.
+struct DraftGuesses {
+  int32_t* tokens;
+  float *scores, *coverage;
+};
+// draft.cc: from embedding rows [kSlices][count][hidden / kSlices] to the lattice of the rows after the anchor.
+void Draft(const DraftModel&, const DraftWeights* layers, const DraftKeys* keys, int n, const DraftEnd&,
+           const bf16* rows, const float* cos_sin, int32_t anchor, int64_t length, int count, int64_t num_tokens,
+           const DraftGuesses&);
+// draft.cc: DraftFc, then DraftContext.
+void DraftCommit(const DraftModel&, const DraftWeights* layers, const DraftKeys* keys, int n, const uint8_t* fc,
+                 const float* hidden_norm, const float* taps, const float* cos_sin, int64_t start, int rows,
+                 int count);
+
+// ---- tree ----
+inline constexpr int kMaxNodes = 32;  // ancestors are bits
+
+// What DraftLattice makes: tokens [depths][candidates], scores [depths][candidates][candidates], coverage [depths].
+struct DraftTreeInput {
+  int32_t anchor;
+  const int32_t* tokens;
+  const float *scores, *coverage;
+  int64_t depths, candidates;
+};
+// [nodes] each. In padding, which comes last: 0, -1, 0, the node's own bit, 0.
+struct DraftTreeNodes {
+  int32_t *tokens, *parents, *depth;
+  uint32_t* ancestors;
+  float* cum;
+};
+// draft_tree.cc: build_tree of musejax/speculation/tree.py, of conditional_logprobs. Node 0 is the anchor; nodes - 1
+// times, the likeliest open child becomes a node, the first of equals by parent and then candidate. Nodes 1 ..
+// min(spine, depths) are children of the node before, where that has an open one. A node at depth d that is candidate p
+// there (the root: 0, 0) has the children of which row = scores[d][p] speaks, none if d = depths. Their
+// log-probabilities, in float32 and in this order, with Exp and Log of common/math.h:
+//   x_i = row_i / tau; largest = max x_i; sum = Exp(x_i - largest), added by ascending i from +0
+//   logprob_i = ((x_i - largest) - Log(sum)) + coverage[d]
+// A NaN in a row makes all of them NaN. Open are the `width` largest, the first of equals, as far as they are above
+// -5e29 (NaN and -inf are not); their scores are cum of the node + logprob_i, and one is taken only above -5e29.
+void DraftTree(const DraftTreeInput&, float tau, int64_t width, int64_t spine, int nodes, const DraftTreeNodes&);
 
 // ---- what several phases share ----
 // draft_layer.cc: one row of r(rms(x) gamma) for gathered x [kSlices][rows][hidden / kSlices], as float32 [hidden].

@@ -128,20 +128,4 @@ void DraftDown(const DraftModel& m, const DraftWeights& w, const bf16* act, cons
   Project(m, w, Sublayer::kMlp, DraftDenseLayout(s).down, act, kSlices, s.inner, stream, delta, count, out);
 }
 
-void DraftLayers(const DraftModel& m, const DraftWeights* layers, const DraftKeys* keys, int n, const float* cos_sin,
-                 int64_t length, int count, bf16* stream) {
-  const DraftShape& s = m.shape;
-  std::vector<float> delta(kSlices * count * s.delta_rows());
-  std::vector<bf16> o(count * s.q_width()), act(count * s.inner), next(count * s.hidden);
-  for (int i = 0; i < n; ++i) {
-    const DraftWeights& w = layers[i];
-    DraftDelta(m, w, Sublayer::kAttention, stream, count, delta.data());
-    DraftAttention(m, w, keys[i], stream, delta.data(), cos_sin, length, count, o.data());
-    DraftAttnOut(m, w, o.data(), stream, delta.data(), count, next.data());
-    DraftDelta(m, w, Sublayer::kMlp, next.data(), count, delta.data());
-    DraftUp(m, w, next.data(), delta.data(), count, act.data());
-    DraftDown(m, w, act.data(), next.data(), delta.data(), count, stream);
-  }
-}
-
 }  // namespace musejax

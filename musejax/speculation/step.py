@@ -147,9 +147,10 @@ def guess(params: SpecParams, state: SpecState, *, config, decode, speculation: 
     if params.packed_drafter:
         lattice = draft_kernels.draft(params.drafter, params.target, state.draft, state.token, config=drafter,
                                       num_tokens=num_tokens, mesh=mesh)
-    else:
-        lattice = drafting.draft(params.drafter, borrowed(params, config, decode), state.draft, state.token,
-                                 config=drafter, policy=speculation.policy, num_tokens=num_tokens)
+        return draft_kernels.tree(state.token, lattice, nodes=MAX_ROWS, width=speculation.width,
+                                  spine=speculation.spine, tau=speculation.tau, mesh=mesh)
+    lattice = drafting.draft(params.drafter, borrowed(params, config, decode), state.draft, state.token,
+                             config=drafter, policy=speculation.policy, num_tokens=num_tokens)
     logprobs = conditional_logprobs(lattice, speculation.tau)
     return build_tree(state.token, lattice.tokens, logprobs, nodes=MAX_ROWS, width=speculation.width,
                       spine=speculation.spine)

@@ -190,14 +190,14 @@ def hidden_of(drafter, stream) -> np.ndarray:
 
 
 def final_stream(drafter, cache, anchor):
-    """Stream after the last layer, on one device."""
+    """Stream after the last layer, phase by phase with all slices on one device."""
     call, config = DraftCall(drafter.config), drafter.config
     ids = jnp.full(config.block_size, config.mask_token_id).at[0].set(anchor)
     rows = drafter.packed.get("embed", drafter.target["embed"])[:, ids]
     if "mask_embedding" in drafter.packed:
         rows = rows.at[:, 1:].set(drafter.packed["mask_embedding"][:, None])
     cos_sin = call.angles(cache.length + jnp.arange(config.block_size))
-    return call.layers(call.embed(rows), cos_sin, cache.length, cache.keys, cache.values, drafter.packed["layers"])
+    return dk.run_layers(call, drafter.packed, rows, cos_sin, cache, jnp.int32(0), gather=lambda x: x)
 
 
 @names
@@ -215,6 +215,38 @@ def test_whole_draft(name, length):
     rms = np.sqrt(np.mean(np.square(want), axis=-1, keepdims=True))
     error = np.abs(hidden - want) / rms
     assert error.max() < 2.0**-4 and error.mean() < 2.0**-8, (error.max(), error.mean())
+
+
+def phases(drafter, cache, anchor, num_tokens):
+    """The lattice by phases, on one device."""
+    head = dk.Head.of(drafter.packed, drafter.packed.get("lm_head", drafter.target["lm_head"]))
+    return dk.run_head(DraftCall(drafter.config), head, final_stream(drafter, cache, anchor), jnp.int32(anchor),
+                       jnp.int32(0), num_tokens, gather=lambda x: x)
+
+
+@names
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_pass_has_the_bits_of_its_phases(name, length):
+    drafter, limit = named(name), named(name).config.vocab_size - 9
+    cache = committed(drafter, length)
+    got = draft(drafter.packed, drafter.target, cache, 9, config=drafter.config, num_tokens=limit)
+    assert_same_lattice(got, phases(drafter, cache, 9, limit))
+    with pytest.raises(AssertionError):
+        assert_same_lattice(got, phases(drafter, cache, 10, limit))
+
+
+@names
+@pytest.mark.parametrize("count", [0, 1, 11, 16])
+def test_a_commit_has_the_bits_of_its_phases(name, count):
+    drafter, start = named(name), 20
+    config, packed, before = drafter.config, drafter.packed, committed(drafter, start)
+    call, taps, count = DraftCall(config), jnp.asarray(taps_of(config, 16, seed=2)), jnp.int32(count)
+    ctx = call.fc(taps, count, packed["fc"])
+    want = call.context(ctx, call.angles(start + jnp.arange(16)), jnp.int32(start), count, packed["hidden_norm"],
+                        before.keys, before.values, packed["layers"])
+    got = commit(packed, before, taps, start, count, config=config)
+    assert int(got.length) == start + count
+    assert_same_lattice(got[:2], want)
 
 
 def test_ids_beyond_the_tokenizer_are_no_candidates():
@@ -350,6 +382,27 @@ def test_rows_beyond_the_limit_are_refused():
         dk.init_cache(BASE, 0)
 
 
+@names
+def test_several_gpus_exchange_in_the_kernels(name, monkeypatch):
+    """The program of one device of two, as GPUs would have it: a call a pass, on parts, and no collective."""
+    drafter, mesh, connected = named(name), make_mesh(2), []
+    config, (params, target) = drafter.config, on(drafter, mesh)
+    monkeypatch.setattr(dk, "ordinals", lambda mesh: (0, 1))
+    monkeypatch.setattr(ffi, "connect_draft", lambda *given: connected.append(given))
+    cache = dk.init_cache(config, None, mesh)
+    texts = [jax.jit(lambda params, target, cache: dk.draft(params, target, cache, 9, config=config, mesh=mesh))
+             .lower(params, target, cache).as_text(),
+             jax.jit(lambda params, cache, taps: dk.commit_context(params, cache, taps, 0, 3, config=config, mesh=mesh))
+             .lower(params, cache, jnp.zeros((16, config.taps_width))).as_text()]
+    for text, call in zip(texts, ("@musejax_draft(", "@musejax_draft_commit("), strict=True):
+        assert text.count(call) == 1 and text.count("@musejax_") == 2, "and the angles"
+        assert "devices = array<i64: 0, 1>" in text or "devices = dense<[0, 1]> : tensor<2xi64>" in text
+        assert "all_gather" not in text
+        assert f"tensor<4x{layout(config)['dense.bytes']}xui8>" in text
+    model = DraftCall(config).model
+    assert connected == [(model, config.num_hidden_layers, cache.keys.shape[2], (0, 1))] * 2
+
+
 # ------------------------------------------------------------------ faults that must be seen
 
 
@@ -409,7 +462,7 @@ def test_comparison_sees_constants(change):
 def test_devices_see_a_wrong_first_slice(monkeypatch):
     """Every device takes its columns for those of slice 0."""
     one = everything(drafter_of(BASE))
-    monkeypatch.setattr(dk, "_first_slice", lambda dense, many: jnp.int32(0))
+    monkeypatch.setattr(dk, "_first_slice", lambda dense: jnp.int32(0))
     drafter, mesh = drafter_of(BASE), make_mesh(2)
     params, target = on(drafter, mesh)
     run = jax.jit(lambda params, target, cache: dk.draft(params, target, cache, 9, config=BASE, num_tokens=503,

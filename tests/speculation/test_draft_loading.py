@@ -1,6 +1,7 @@
 """In which form a drafter is loaded, where it lies, and that steps with it have the same bits on several devices."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from helpers import assert_same_bits
 
 import musejax
+from musejax import ffi
 from musejax.config import DecodeConfig
 from musejax.numerics import EXACT
 from musejax.paths import nano_drafter_path
@@ -65,6 +67,18 @@ def test_reasons_against_the_kernels():
     assert kernel_problems(NANO_DRAFTER, POLICY, "cpu") == []
     reasons = kernel_problems(replace(NANO_DRAFTER, selector_rank=24), EXACT, "cpu")
     assert len(reasons) == 2 and "selector_rank" in reasons[0] and "policy" in reasons[1]
+
+
+def test_limits_of_the_cuda_kernels(monkeypatch):
+    many = replace(NANO_DRAFTER, selector_top_k=24, num_hidden_layers=17)
+    assert kernel_problems(many, POLICY, "cpu") == []
+    monkeypatch.setattr(ffi, "library", lambda platform: SimpleNamespace(targets=lambda: {"musejax_draft": None}))
+    for platform in ("cuda", "gpu"):
+        assert kernel_problems(NANO_DRAFTER, POLICY, platform) == []
+        candidates, layers = kernel_problems(many, POLICY, platform)
+        assert "at most 16 candidates, what a warp keeps, got 24" in candidates and "at most 16 layers" in layers
+    monkeypatch.setattr(ffi, "library", lambda platform: SimpleNamespace(targets=dict))
+    assert "the drafter's targets, got cuda" in kernel_problems(NANO_DRAFTER, POLICY, "cuda")[0]
 
 
 def test_sizes_without_a_packed_form_run_in_plain_jax(tmp_path):

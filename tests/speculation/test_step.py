@@ -149,6 +149,21 @@ def test_a_drafter_changes_no_bit(packed, drafter, speculation):
     assert_plain(decode(params, 24, speculation), packed)
 
 
+def test_a_step_with_kernels_has_no_loop(packed, drafter, published_drafter):
+    """Draft, tree and layers are calls; in plain JAX the tree is a loop."""
+    run = {"config": CONFIG, "decode": MEGAKERNEL, "speculation": Speculation(DRAFTER)}
+
+    def text(drafter):
+        params = SpecParams(packed, drafter)
+        state = speculative.start(params, PROMPT, LENGTH, **run)
+        return speculative.jit_decode_step.lower(params, state, **run).as_text(dialect="hlo")
+
+    kernels, plain = text(drafter), text(published_drafter)
+    calls = [f'custom_call_target="musejax_draft{name}"' for name in ("", "_commit", "_tree")]
+    assert [kernels.count(call) for call in calls] == [1, 1, 1]
+    assert " while(" not in kernels and " while(" in plain
+
+
 def test_a_drafter_in_plain_jax_changes_no_bit(packed, published_drafter):
     assert_plain(decode(SpecParams(packed, published_drafter), 24, Speculation(DRAFTER)), packed)
 

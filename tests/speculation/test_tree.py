@@ -92,6 +92,17 @@ def test_width_one_is_the_greedy_chain_and_a_spine_holds_it(reference):
     assert alone.tokens.tolist() == [7] + [0] * 15 and alone.parents.tolist() == [-1] * 16 and int(alone.num_valid) == 1
 
 
+@pytest.mark.parametrize("tau", [0.7, 1.5])
+def test_width_one_from_scores_is_a_whole_chain(tau):
+    """As one program, in which XLA may fuse the comparisons with the log-probabilities."""
+    run = jax.jit(lambda lattice: tr.build_tree(1, lattice.tokens, tr.conditional_logprobs(lattice, tau), width=1))
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        scores, coverage = 3 * rng.standard_normal((15, 16, 16)), -rng.exponential(0.2, 15)
+        lattice = Lattice(jnp.zeros((15, 16), jnp.int32), jnp.float32(scores), jnp.float32(coverage))
+        assert run(lattice).parents.tolist() == list(range(-1, 15))
+
+
 def test_children_that_cannot_be_are_left_out():
     """-inf (an id that is never chosen) and NaN scores are no nodes, also on the spine."""
     tokens, logp = random_lattice(np.random.default_rng(3), 15, 4)
