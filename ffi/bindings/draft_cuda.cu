@@ -32,8 +32,9 @@ void TakeLayers(Operands& io, draft::Launch& p, size_t index, bool in_place) {
   bf16 *keys = take("keys"), *values = take("values");
   io.Require(slots >= 1, "keys", "at least one slot", slots);
   const char* refusal = draft::Refusal(p.model, n);
-  io.Require(!*refusal, "model", std::string(refusal), std::to_string(n) + " layers, " + std::to_string(p.model.candidates) +
-                                              " candidates, a vocabulary of " + std::to_string(p.model.vocab));
+  io.Require(!*refusal, "model", std::string(refusal),
+             std::to_string(n) + " layers, " + std::to_string(p.model.candidates) + " candidates, a vocabulary of " +
+                 std::to_string(p.model.vocab));
   for (int64_t i = 0; i < n && io.ok(); ++i) {
     const std::string layer = "layers[" + std::to_string(i) + "].";
     p.layer[i].dense = io.In<uint8_t>(layer + "dense", {p.slices, DraftDenseLayout(s).bytes});

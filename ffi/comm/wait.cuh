@@ -1,5 +1,5 @@
-// Waits of a kernel for others, on this GPU or another: every one has a time limit. On expiry the first waiter fills the
-// error block, all others leave at once, and values received after that mean nothing.
+// Waits of a kernel for others, on this GPU or another: every one has a time limit. On expiry the first waiter fills
+// the error block, all others leave at once, and values received after that mean nothing.
 #pragma once
 
 #include "comm/errors.h"

@@ -94,6 +94,17 @@ MUSEJAX_PTX void CpAsyncBulkPrefetchL2(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
+// Copies 16 bytes from global to shared memory, past L1; those of this thread since the last commit are a group.
+MUSEJAX_PTX void CpAsync16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global) : "memory");
+}
+MUSEJAX_PTX void CpAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `kPending` of this thread's groups, the newest, are not there yet.
+template <int kPending>
+MUSEJAX_PTX void CpAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Orders this thread's ordinary accesses to shared memory before its later bulk copies.
 MUSEJAX_PTX void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -223,15 +234,6 @@ MUSEJAX_PTX void StRelaxed(Word* global, Word value) {
     asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.sys.global.b128 [%0], w;\n}" ::"l"(global),
                  "l"(value.lo), "l"(value.hi)
                  : "memory");
-}
-
-// 16 bytes that nobody writes during this launch, read once: they leave no line in L1.
-MUSEJAX_PTX uint4 LdNcNoAllocate(const uint4* global) {
-  uint4 out;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-      : "l"(global));
-  return out;
 }
 
 // ---- global memory, ordered ----

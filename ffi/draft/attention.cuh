@@ -1,20 +1,21 @@
 // Attention of a block: every row over the context and the block alike, in both directions, within the window.
 //
-// A unit is one query head and one piece of 64 absolute positions: scores by fmaf over ascending channels, the piece's
-// own maximum, float32 probabilities, values added in ascending order. Pieces are then merged in ascending order. So a
-// head's bits depend on nothing but its keys.
+// A unit is one key/value head and one piece of 64 absolute positions; each of its query heads is a warp's, all 16 rows
+// at once: scores by MMAs, the piece's own maximum a row, float32 probabilities, each as the sum of two bf16 numbers
+// for the product with the values. Pieces are then merged in ascending order. So a head's bits depend on nothing but
+// its keys.
 #pragma once
 
 #include "draft/rows.cuh"
 
 namespace musejax::draft {
 
-// Positions that a row of the block sees: first .. last. They lie in the ring below `length`, in the block from there on.
+// Positions that a row of the block sees: first .. last; in the ring below `length`, in the block from there on.
 struct Seen {
   int length, held, end, window;
   __device__ Seen(const Context& c, int length)
       : length(length),
-        held(length > c.p.slots ? length - c.p.slots : 0),
+        held(Max(0, length - c.p.slots)),
         end(length + c.p.rows),
         window(int(c.p.model.window < (1 << 29) ? c.p.model.window : 1 << 29)) {}
   __device__ int First(int row) const { return Max(held, length + row - window + 1); }
@@ -24,104 +25,153 @@ struct Seen {
 };
 
 inline constexpr int kMaxHead = 128;
+inline constexpr int kKeyTiles = kPiece / 8, kValueSteps = kPiece / 16;  // MMAs along a piece
 
+// Lengths of rows are such that the lanes of an operand's load meet no bank twice.
 struct AttentionShared {
-  uint32_t keys[kPiece][kMaxHead / 2 + 1];  // rows of odd length: lanes with a key each meet no bank twice
-  alignas(16) uint16_t values[kPiece][kMaxHead];
-  alignas(16) float q[kRows][kMaxHead];
-  float p[kRows][kPiece];  // scores, then probabilities
+  uint32_t keys[kPiece][kMaxHead / 2 + 4];       // [position][two channels]
+  uint32_t values[kPiece / 2][kMaxHead + 8];     // [two positions][channel]
 };
 static_assert(sizeof(AttentionShared) <= sizeof(Shared::any), "it lies where GEMMs keep their input");
 
-// Keys and values of a piece, zeros at positions that no row sees; and the queries of a head.
-__device__ inline void LoadPiece(const Context& c, const LayerArrays& layer, const Seen& see, int head, int piece,
-                                 AttentionShared& to) {
-  const DraftShape& s = c.p.model.shape;
-  const int width = int(s.head_dim), words = width / 2, kv = head / int(s.heads / s.kv_heads);
-  for (int i = threadIdx.x; i < kPiece * words; i += kThreads) {
-    const int j = i / words, word = i % words, position = piece * kPiece + j;
-    uint32_t key = 0, value = 0;
-    if (position >= see.held && position < see.end) {
-      const bool own = position >= see.length;
-      const int64_t at = own ? int64_t(kv) * kRows + position - see.length
-                             : int64_t(kv) * c.p.slots + position % c.p.slots;
-      const uint16_t* keys = own ? c.Frame<const uint16_t>(c.p.at.k) : layer.keys;
-      const uint16_t* values = own ? c.Frame<const uint16_t>(c.p.at.v) : layer.values;
-      key = reinterpret_cast<const uint32_t*>(keys + at * width)[word];
-      value = reinterpret_cast<const uint32_t*>(values + at * width)[word];
-    }
-    to.keys[j][word] = key;
-    reinterpret_cast<uint32_t*>(to.values[j])[word] = value;
+// Words of two channels of keys and values at a position, zeros where no row sees it.
+struct KeyWords {
+  const uint32_t *ring_keys, *ring_values, *own_keys, *own_values;  // of a head
+  __device__ KeyWords(const Context& c, const LayerArrays& layer, int head) {
+    const int64_t width = c.p.model.shape.head_dim, ring = int64_t(head) * c.p.slots * width,
+                  own = int64_t(head) * kRows * width;
+    const auto words = [](const uint16_t* x) { return reinterpret_cast<const uint32_t*>(x); };
+    ring_keys = words(layer.keys + ring), ring_values = words(layer.values + ring);
+    own_keys = words(c.Frame<const uint16_t>(c.p.at.k) + own);
+    own_values = words(c.Frame<const uint16_t>(c.p.at.v) + own);
   }
-  for (int i = threadIdx.x; i < c.p.rows * width; i += kThreads)
-    to.q[i / width][i % width] =
-        FromBf16(c.Frame<const uint16_t>(c.p.at.q)[(int64_t(head) * kRows + i / width) * width + i % width]);
+  __device__ __forceinline__ uint32_t At(bool value, const Context& c, const Seen& see, int position, int word,
+                                         int words) const {
+    if (position < see.held || position >= see.end) return 0;
+    if (position >= see.length) return (value ? own_values : own_keys)[(position - see.length) * words + word];
+    return (value ? ring_values : ring_keys)[int64_t(position % c.p.slots) * words + word];
+  }
+};
+
+// A piece of a head. By all threads; ends with a block barrier.
+__device__ __forceinline__ void LoadPiece(const Context& c, const LayerArrays& layer, const Seen& see, int head,
+                                          int piece, AttentionShared& to) {
+  const int words = int(c.p.model.shape.head_dim) / 2, word = int(threadIdx.x) % words;
+  const KeyWords from(c, layer, head);
+#pragma unroll 4
+  for (int two = int(threadIdx.x) / words; two < kPiece / 2; two += kThreads / words) {
+    const int position = piece * kPiece + 2 * two;
+    const uint32_t a = from.At(true, c, see, position, word, words);
+    const uint32_t b = from.At(true, c, see, position + 1, word, words);
+    to.keys[2 * two][word] = from.At(false, c, see, position, word, words);
+    to.keys[2 * two + 1][word] = from.At(false, c, see, position + 1, word, words);
+    to.values[two][2 * word] = __byte_perm(a, b, 0x5410);
+    to.values[two][2 * word + 1] = __byte_perm(a, b, 0x7632);
+  }
   __syncthreads();
 }
 
-// p = scores, -inf where a row does not see a position.
-__device__ inline void Score(const Context& c, const Seen& see, int piece, AttentionShared& s) {
-  constexpr int kEach = kRows * kPiece / kThreads;  // rows of a thread
-  const int j = int(threadIdx.x) % kPiece, first = int(threadIdx.x) / kPiece * kEach, position = piece * kPiece + j;
-  float sum[kEach] = {};
-  for (int i = 0; i < int(c.p.model.shape.head_dim); i += 2) {
-    const Two key = Unpack(s.keys[j][i / 2]);
+// Scores of a query head, and the probabilities made of them, as MMAs leave them: p[tile][i] is of row lane / 4 +
+// 8 (i / 2) and position 8 tile + 2 (lane % 4) + i % 2.
+struct Scores {
+  float p[kKeyTiles][4];
+  float most[2], sum[2];  // of rows lane / 4 and 8 more
+
+  __device__ __forceinline__ void Multiply(const Context& c, int head, const AttentionShared& s) {
+    const int g = c.lane / 4, t = c.lane % 4, words = int(c.p.model.shape.head_dim) / 2;
+    const uint32_t* q = reinterpret_cast<const uint32_t*>(c.Frame<const uint16_t>(c.p.at.q)) +
+                        (int64_t(head) * kRows + g) * words + t;
 #pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-      const float2 q = *reinterpret_cast<const float2*>(&s.q[first + r][i]);
-      sum[r] = fmaf(q.y, key.b, fmaf(q.x, key.a, sum[r]));
+    for (int tile = 0; tile < kKeyTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[tile][i] = 0.0f;
+#pragma unroll 2
+    for (int word = 0; word < words; word += 8) {
+      const uint32_t a[4] = {q[word], q[8 * words + word], q[word + 4], q[8 * words + word + 4]};
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+        const uint32_t* key = &s.keys[tile * 8 + g][word + t];
+        ptx::MmaM16N8K16Bf16(p[tile], a, key[0], key[4]);
+      }
     }
   }
+  __device__ __forceinline__ void Weigh(const Context& c, const Seen& see, int piece) {
+    const int g = c.lane / 4, t = c.lane % 4;
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) {
-    const int row = first + r;
-    const bool seen = row < c.p.rows && position >= see.First(row) && position <= see.Last(row);
-    s.p[row][j] = seen ? sum[r] * c.p.model.attention_scale : -INFINITY;
+    for (int half = 0; half < 2; ++half) {
+      const int row = g + 8 * half, first = see.First(row), last = row < c.p.rows ? see.Last(row) : -1;
+      float largest = -INFINITY, total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * kKeyTiles; ++i) {
+        float& x = p[i / 2][2 * half + i % 2];
+        const int position = piece * kPiece + i / 2 * 8 + 2 * t + i % 2;
+        x = position >= first && position <= last ? x * c.p.model.attention_scale : -INFINITY;
+        largest = fmaxf(largest, x);
+      }
+      for (int x = 1; x <= 2; x *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, x));
+#pragma unroll
+      for (int i = 0; i < 2 * kKeyTiles; ++i) {
+        float& x = p[i / 2][2 * half + i % 2];
+        x = largest == -INFINITY ? 0.0f : Exp(x - largest);
+        total += x;
+      }
+      for (int x = 1; x <= 2; x *= 2) total += __shfl_xor_sync(kAllLanes, total, x);
+      most[half] = largest, sum[half] = total;
+    }
   }
-  __syncthreads();
-}
+};
 
-// p = exp(p - the row's largest); a warp has a row.
-__device__ inline void Weigh(const Context& c, int64_t unit, AttentionShared& s) {
-  float* p = s.p[c.warp];
-  float most = fmaxf(p[c.lane], p[c.lane + 32]);
-  for (int x = 16; x; x /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, x));
-  float sum = 0.0f;
-  for (int i = c.lane; i < kPiece; i += 32) {
-    p[i] = most == -INFINITY ? 0.0f : Exp(p[i] - most);
-    sum += p[i];
+// part = p values, of 8 channels at a time.
+__device__ __forceinline__ void AddValues(const Context& c, const Scores& scores, const AttentionShared& s,
+                                          float* part) {
+  const int g = c.lane / 4, t = c.lane % 4, width = int(c.p.model.shape.head_dim);
+  uint32_t high[kValueSteps][4], low[kValueSteps][4];
+#pragma unroll
+  for (int step = 0; step < kValueSteps; ++step)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* p = &scores.p[2 * step + r / 2][r % 2 * 2];
+      high[step][r] = PackBf16(p[0], p[1]);
+      const Two taken = Unpack(high[step][r]);
+      low[step][r] = PackBf16(p[0] - taken.a, p[1] - taken.b);
+    }
+#pragma unroll 2
+  for (int channel = 0; channel < width; channel += 8) {
+    float o[4] = {};
+#pragma unroll
+    for (int step = 0; step < kValueSteps; ++step) {
+      const uint32_t a = s.values[step * 8 + t][channel + g], b = s.values[step * 8 + t + 4][channel + g];
+      ptx::MmaM16N8K16Bf16(o, high[step], a, b);
+      ptx::MmaM16N8K16Bf16(o, low[step], a, b);
+    }
+    *reinterpret_cast<float2*>(part + g * width + channel + 2 * t) = {o[0], o[1]};
+    *reinterpret_cast<float2*>(part + (g + 8) * width + channel + 2 * t) = {o[2], o[3]};
   }
-  for (int x = 16; x; x /= 2) sum += __shfl_xor_sync(kAllLanes, sum, x);
-  if (c.lane == 0) {
-    c.Frame<float>(c.p.at.part_most)[unit * kRows + c.warp] = most;
-    c.Frame<float>(c.p.at.part_sum)[unit * kRows + c.warp] = sum;
-  }
-  __syncthreads();
-}
-
-// part = p values; a thread has a channel and every few rows.
-__device__ inline void AddValues(const Context& c, int64_t unit, const AttentionShared& s) {
-  const int width = int(c.p.model.shape.head_dim), channel = int(threadIdx.x) % width;
-  const int step = kThreads / width;
-  for (int row = int(threadIdx.x) / width; row < c.p.rows; row += step) {
-    float sum = 0.0f;
-#pragma unroll 16
-    for (int j = 0; j < kPiece; ++j) sum = fmaf(s.p[row][j], FromBf16(s.values[j][channel]), sum);
-    c.Frame<float>(c.p.at.part)[(unit * kRows + row) * width + channel] = sum;
-  }
-  __syncthreads();
 }
 
 // By all threads; needs a block barrier before it.
 __device__ __noinline__ void Attend(const Context& c, const LayerArrays& layer, const Seen& see) {
   AttentionShared& s = *reinterpret_cast<AttentionShared*>(c.shared.any);
-  const int heads = c.p.slices * int(c.p.model.shape.heads_slice()), pieces = see.Pieces();
+  const DraftShape& shape = c.p.model.shape;
+  const int heads = c.p.slices * int(shape.kv_slice()), group = int(shape.heads / shape.kv_heads);
+  const int pieces = see.Pieces();
   for (int unit = blockIdx.x; unit < heads * pieces; unit += gridDim.x) {
-    const int head = unit / pieces, piece = see.FirstPiece() + unit % pieces;
-    LoadPiece(c, layer, see, head, piece, s);
-    Score(c, see, piece, s);
-    Weigh(c, unit, s);
-    AddValues(c, unit, s);
+    const int kv = unit / pieces, n = unit % pieces, piece = see.FirstPiece() + n;
+    LoadPiece(c, layer, see, kv, piece, s);
+    for (int head = kv * group + c.warp; head < (kv + 1) * group; head += kWarps) {
+      const int64_t at = (int64_t(head) * pieces + n) * kRows;
+      Scores scores;
+      scores.Multiply(c, head, s);
+      scores.Weigh(c, see, piece);
+      AddValues(c, scores, s, c.Frame<float>(c.p.at.part) + at * shape.head_dim);
+      if (c.lane % 4 == 0)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          c.Frame<float>(c.p.at.part_most)[at + c.lane / 4 + 8 * half] = scores.most[half];
+          c.Frame<float>(c.p.at.part_sum)[at + c.lane / 4 + 8 * half] = scores.sum[half];
+        }
+    }
+    __syncthreads();
   }
 }
 
@@ -131,20 +181,26 @@ __device__ __noinline__ void MergePieces(const Context& c, const Seen& see) {
   const int heads = int(s.heads_slice()), width = int(s.head_dim), pieces = see.Pieces();
   c.ForTasks(c.p.slices * heads * c.p.rows, [&](int i) {
     const int row = i % c.p.rows, head = i / c.p.rows;
-    const auto at = [&](int piece) { return (int64_t(head) * pieces + piece) * kRows + row; };
-    const float *most = c.Frame<const float>(c.p.at.part_most), *sums = c.Frame<const float>(c.p.at.part_sum);
-    const float* parts = c.Frame<const float>(c.p.at.part);
+    const int64_t first = int64_t(head) * pieces * kRows + row;
+    const float* most = c.Frame<const float>(c.p.at.part_most) + first;
+    const float* sums = c.Frame<const float>(c.p.at.part_sum) + first;
+    const float* parts = c.Frame<const float>(c.p.at.part) + first * width + 2 * c.lane;
     float largest = -INFINITY;
-    for (int piece = c.lane; piece < pieces; piece += 32) largest = fmaxf(largest, most[at(piece)]);
+    for (int n = c.lane; n < pieces; n += 32) largest = fmaxf(largest, most[n * kRows]);
     for (int x = 16; x; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, x));
     float sum = 0.0f;
     Two low{0.0f, 0.0f}, high{0.0f, 0.0f};
-    for (int piece = 0; piece < pieces; ++piece) {
-      const float weight = Exp(most[at(piece)] - largest);
-      const float* part = parts + at(piece) * width + 2 * c.lane;
-      sum += weight * sums[at(piece)];
-      if (Has(c, width)) low = {low.a + weight * part[0], low.b + weight * part[1]};
-      if (width > 64) high = {high.a + weight * part[64], high.b + weight * part[65]};
+    for (int begin = 0; begin < pieces; begin += 32) {
+      const int mine = Min(begin + c.lane, pieces - 1), end = Min(32, pieces - begin);
+      const float weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
+#pragma unroll 8
+      for (int n = 0; n < end; ++n) {
+        const float weight = __shfl_sync(kAllLanes, weight_of, n);
+        const float* part = parts + int64_t(begin + n) * kRows * width;
+        sum += __shfl_sync(kAllLanes, part_of, n);
+        if (Has(c, width)) low = {low.a + weight * part[0], low.b + weight * part[1]};
+        if (width > 64) high = {high.a + weight * part[64], high.b + weight * part[65]};
+      }
     }
     const HeadRow o{{low.a / sum, low.b / sum}, {high.a / sum, high.b / sum}};
     c.ForRanks(head / heads, [&](uint8_t* frames, int to) {

@@ -1,8 +1,8 @@
 // From the last layer's stream to the lattice: the best tokens of every drafted position, and how likely one follows
 // another. Row t of the block, from 1 on, is drafted position t - 1.
 //
-// Logits are ranked by 64-bit keys, the larger first, of equals the lower id: value, then id. A warp finds the best of
-// a segment of columns, a block those of a slice, and the slices' are merged when all ranks have them.
+// Logits are ranked by value, of equals the lower id first. A warp finds the best of a segment of columns, a block
+// those of a slice, and the slices' are merged when all ranks have them.
 #pragma once
 
 #include "draft/rows.cuh"
@@ -11,34 +11,57 @@ namespace musejax::draft {
 
 inline constexpr uint32_t kNoToken = 0x7FFFFFFF;  // what a slice has too few ids for
 
-__device__ __forceinline__ uint64_t KeyOf(float value, uint32_t id) {
-  const uint32_t u = __float_as_uint((value == value ? value : -INFINITY) + 0.0f);
-  return uint64_t(u & 0x80000000u ? ~u : u | 0x80000000u) << 32 | ~id;
-}
-__device__ __forceinline__ float ValueOf(uint64_t key) {
-  const uint32_t u = uint32_t(key >> 32);
-  return __uint_as_float(u & 0x80000000u ? u & 0x7FFFFFFFu : ~u);
-}
-__device__ __forceinline__ uint32_t IdOf(uint64_t key) { return ~uint32_t(key); }
+// A logit's place in the order: bits that ascend with the value, and the id. NaN ranks as -inf.
+struct Ranked {
+  uint32_t order, id;
 
-// The largest keys of a warp, ranked: lane i gets number i. largest() gives a lane's largest key, 0 for none;
-// take() removes it.
-template <typename Largest, typename Take>
-__device__ __forceinline__ uint64_t Rank(int lane, int count, const Largest& largest, const Take& take) {
-  uint64_t mine = 0;
+  __device__ __forceinline__ static Ranked Of(float value, uint32_t id) {
+    const uint32_t u = __float_as_uint((value == value ? value : -INFINITY) + 0.0f);
+    return {u & 0x80000000u ? ~u : u | 0x80000000u, id};
+  }
+  __device__ __forceinline__ static Ranked None() { return {0, 0xFFFFFFFFu}; }
+  __device__ __forceinline__ float Value() const {
+    return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+  }
+  __device__ __forceinline__ bool Before(const Ranked& x) const {
+    return order > x.order || (order == x.order && id < x.id);
+  }
+};
+
+// The first `count` of a warp's: lane i gets number i. first() gives a lane's first one, or None; take() removes it.
+template <typename First, typename Take>
+__device__ __forceinline__ Ranked Rank(int lane, int count, const First& first, const Take& take) {
+  Ranked mine = Ranked::None(), own = first();
   for (int n = 0; n < count; ++n) {
-    const uint64_t own = largest();
-    uint64_t best = own;
-    for (int x = 16; x; x /= 2) {
-      const uint64_t other = __shfl_xor_sync(kAllLanes, best, x);
-      best = other > best ? other : best;
-    }
-    const int winner = __ffs(int(__ballot_sync(kAllLanes, own == best))) - 1;
-    if (lane == winner) take();
-    if (lane == n) mine = best;
+    const uint32_t order = __reduce_max_sync(kAllLanes, own.order);
+    const uint32_t id = __reduce_min_sync(kAllLanes, own.order == order ? own.id : 0xFFFFFFFFu);
+    if (lane == n) mine = {order, id};
+    const uint32_t winners = __ballot_sync(kAllLanes, own.order == order && own.id == id);
+    if (lane == __ffs(int(winners)) - 1) take(), own = first();
   }
   return mine;
 }
+
+// Of kCount that a lane has in registers.
+template <int kCount>
+struct Hand {
+  Ranked left[kCount];
+  __device__ __forceinline__ Ranked First() const {
+    Ranked best = left[0];
+#pragma unroll
+    for (int j = 1; j < kCount; ++j) best = left[j].Before(best) ? left[j] : best;
+    return best;
+  }
+  __device__ __forceinline__ void Take() {
+    const Ranked best = First();
+    bool taken = false;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const bool is = !taken && left[j].order == best.order && left[j].id == best.id;
+      left[j] = is ? Ranked::None() : left[j], taken = taken || is;
+    }
+  }
+};
 
 // The best of the segments of all slices here.
 __device__ __noinline__ void FindCandidates(const Context& c, const Gemm& g, int num_tokens) {
@@ -49,90 +72,78 @@ __device__ __noinline__ void FindCandidates(const Context& c, const Gemm& g, int
     const int row = i % rows, segment = i / rows % segments, slice = i / rows / segments;
     const int first = (c.p.rank * c.p.slices + slice) * width;
     const int valid = Max(0, Min(num_tokens - first, width));
-    uint64_t keys[kEach];
-    float values[kEach];
+    Two raw[kEach / 2];
 #pragma unroll
-    for (int j = 0; j < kEach; j += 2) {
-      const int column = segment * kSegment + 64 * (j / 2) + 2 * c.lane;
-      const Two raw = column < width ? g.Finished(slice, column, row + 1) : Two{0.0f, 0.0f};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float u = (h ? raw.b : raw.a) * m.output_multiplier;
-        values[j + h] = m.softcap == 0.0f ? u : m.softcap * Tanh(u / m.softcap);
-        keys[j + h] = column + h < valid ? KeyOf(values[j + h], uint32_t(column + h)) : KeyOf(-INFINITY, kNoToken);
-      }
+    for (int j = 0; j < kEach / 2; ++j) {
+      const int column = segment * kSegment + 64 * j + 2 * c.lane;
+      raw[j] = column < width ? g.Finished(slice, column, row + 1) : Two{0.0f, 0.0f};
     }
-    uint64_t left[kEach];
+    float values[kEach];
+    Hand<kEach> hand;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) left[j] = keys[j];
-    const auto largest = [&] {
-      uint64_t most = 0;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) most = left[j] > most ? left[j] : most;
-      return most;
-    };
-    const auto take = [&] {
-      const uint64_t most = largest();
-      bool taken = false;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const bool is = !taken && left[j] == most;
-        left[j] = is ? 0 : left[j], taken = taken || is;
-      }
-    };
-    const uint64_t best = Rank(c.lane, int(m.candidates), largest, take);
-    const float top = ValueOf(__shfl_sync(kAllLanes, best, 0));
+    for (int j = 0; j < kEach; ++j) {
+      const int column = segment * kSegment + 64 * (j / 2) + 2 * c.lane + j % 2;
+      const float u = (j % 2 ? raw[j / 2].b : raw[j / 2].a) * m.output_multiplier;
+      const float value = m.softcap == 0.0f ? u : m.softcap * Tanh(u / m.softcap);
+      const bool real = column < valid;
+      values[j] = real ? value : -INFINITY;
+      hand.left[j] = real ? Ranked::Of(value, uint32_t(column)) : Ranked::Of(-INFINITY, kNoToken);
+    }
+    const Ranked best = Rank(c.lane, int(m.candidates), [&] { return hand.First(); }, [&] { hand.Take(); });
+    const float top = __shfl_sync(kAllLanes, best.Value(), 0);
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      if (IdOf(keys[j]) != kNoToken && top != -INFINITY) sum += Exp(values[j] - top);
+      if (top != -INFINITY) sum += Exp(values[j] - top);
     for (int x = 16; x; x /= 2) sum += __shfl_xor_sync(kAllLanes, sum, x);
     const int64_t at = (int64_t(slice) * kRows + row) * segments + segment;
-    if (c.lane < kMaxCandidates) c.Frame<uint64_t>(c.p.at.found)[at * kMaxCandidates + c.lane] = best;
+    if (c.lane < kMaxCandidates) c.Frame<Ranked>(c.p.at.found)[at * kMaxCandidates + c.lane] = best;
     if (c.lane == 0) c.Frame<float>(c.p.at.found_sums)[at] = sum;
   });
 }
 
+struct FoundShared {
+  Ranked lists[kMaxSegments][kMaxCandidates];  // of each segment, in order
+  uint8_t next[kMaxSegments];                  // the first of each that is left
+};
+static_assert(sizeof(FoundShared) <= sizeof(Shared::any), "it lies where GEMMs keep their input");
+
 // The best of every slice here, and its sum of exp(logit - the best), to all ranks. By all threads.
 __device__ __noinline__ void SendCandidates(const Context& c) {
   const DraftModel& m = c.p.model;
-  const int segments = SegmentsOf(m), rows = c.p.rows - 1, count = segments * kMaxCandidates;
-  uint64_t* keys = reinterpret_cast<uint64_t*>(c.shared.any);
+  const int segments = SegmentsOf(m), rows = c.p.rows - 1, most = int(m.candidates);
+  FoundShared& s = *reinterpret_cast<FoundShared*>(c.shared.any);
   for (int task = blockIdx.x; task < c.p.slices * rows; task += gridDim.x) {
     const int row = task % rows, slice = task / rows;
     const int64_t first = (int64_t(slice) * kRows + row) * segments;
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kThreads)
-      keys[i] = c.Frame<const uint64_t>(c.p.at.found)[first * kMaxCandidates + i];
+    for (int i = threadIdx.x; i < segments * kMaxCandidates; i += kThreads)
+      s.lists[0][i] = c.Frame<const Ranked>(c.p.at.found)[first * kMaxCandidates + i];
+    for (int i = threadIdx.x; i < segments; i += kThreads) s.next[i] = 0;
     __syncthreads();
     if (c.warp != 0) continue;
-    int place = 0;
-    const auto largest = [&] {
-      uint64_t most = 0;
-      for (int i = c.lane; i < count; i += 32)
-        if (keys[i] > most) most = keys[i], place = i;
-      return most;
+    int from = 0;  // the segment of this lane's first one
+    const auto first_left = [&] {
+      Ranked best = Ranked::None();
+      for (int i = c.lane; i < segments; i += 32) {
+        const Ranked x = s.next[i] < most ? s.lists[i][s.next[i]] : Ranked::None();
+        if (x.Before(best)) best = x, from = i;
+      }
+      return best;
     };
-    // The sums first: ranking takes the keys away.
-    const float top = [&] {
-      float most = -INFINITY;
-      for (int s = c.lane; s < segments; s += 32) most = fmaxf(most, ValueOf(keys[s * kMaxCandidates]));
-      for (int x = 16; x; x /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, x));
-      return most;
-    }();
+    const Ranked best = Rank(c.lane, most, first_left, [&] { ++s.next[from]; });
+    const float top = __shfl_sync(kAllLanes, best.Value(), 0);
     float sum = 0.0f;
-    for (int s = c.lane; s < segments; s += 32) {
-      const float of = c.Frame<const float>(c.p.at.found_sums)[first + s], best = ValueOf(keys[s * kMaxCandidates]);
-      if (best != -INFINITY) sum += of * Exp(best - top);
+    for (int i = c.lane; i < segments; i += 32) {
+      const float of = c.Frame<const float>(c.p.at.found_sums)[first + i], largest = s.lists[i][0].Value();
+      if (largest != -INFINITY) sum += of * Exp(largest - top);
     }
     for (int x = 16; x; x /= 2) sum += __shfl_xor_sync(kAllLanes, sum, x);
-    __syncwarp();
-    const uint64_t best = Rank(c.lane, int(m.candidates), largest, [&] { keys[place] = 0; });
     c.ForRanks(slice, [&](uint8_t* frames, int to) {
       const int64_t at = int64_t(to) * kRows + row;
-      const int32_t id = IdOf(best) >= kNoToken ? int32_t(m.vocab) : int32_t(IdOf(best) + to * (m.vocab / kSlices));
-      if (c.lane < int(m.candidates)) {
-        reinterpret_cast<float*>(frames + c.p.at.top_values)[at * kMaxCandidates + c.lane] = ValueOf(best);
+      const int32_t id = best.id >= kNoToken ? int32_t(m.vocab) : int32_t(best.id + to * (m.vocab / kSlices));
+      if (c.lane < most) {
+        reinterpret_cast<float*>(frames + c.p.at.top_values)[at * kMaxCandidates + c.lane] = best.Value();
         reinterpret_cast<int32_t*>(frames + c.p.at.top_ids)[at * kMaxCandidates + c.lane] = id;
       }
       if (c.lane == 0) reinterpret_cast<float*>(frames + c.p.at.top_sums)[at] = sum;
@@ -146,40 +157,25 @@ struct LatticeShared {
 };
 
 // The best of all slices of a position; lane i gets number i. By one warp.
-__device__ inline uint64_t MergeSlices(const Context& c, int row) {
+__device__ inline Ranked MergeSlices(const Context& c, int row) {
   constexpr int kEach = int(kSlices) * kMaxCandidates / 32;
   const int most = int(c.p.model.candidates);
-  uint64_t left[kEach];
+  Hand<kEach> hand;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = j * 32 + c.lane, slice = i / kMaxCandidates, n = i % kMaxCandidates;
     const int64_t at = (int64_t(slice) * kRows + row) * kMaxCandidates + n;
-    left[j] = n < most ? KeyOf(c.Frame<const float>(c.p.at.top_values)[at],
-                               uint32_t(c.Frame<const int32_t>(c.p.at.top_ids)[at]))
-                       : 0;
+    hand.left[j] = n < most ? Ranked::Of(c.Frame<const float>(c.p.at.top_values)[at],
+                                         uint32_t(c.Frame<const int32_t>(c.p.at.top_ids)[at]))
+                            : Ranked::None();
   }
-  const auto largest = [&] {
-    uint64_t best = 0;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) best = left[j] > best ? left[j] : best;
-    return best;
-  };
-  const auto take = [&] {
-    const uint64_t best = largest();
-    bool taken = false;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const bool is = !taken && left[j] == best;
-      left[j] = is ? 0 : left[j], taken = taken || is;
-    }
-  };
-  return Rank(c.lane, most, largest, take);
+  return Rank(c.lane, most, [&] { return hand.First(); }, [&] { hand.Take(); });
 }
 
 // Log of the candidates' share of all probability.
-__device__ inline float CoverageOf(const Context& c, int row, uint64_t best) {
-  const float largest = ValueOf(__shfl_sync(kAllLanes, best, 0));
-  const float mine = Exp(ValueOf(best) - largest);
+__device__ inline float CoverageOf(const Context& c, int row, const Ranked& best) {
+  const float largest = __shfl_sync(kAllLanes, best.Value(), 0);
+  const float mine = Exp(best.Value() - largest);
   float all = 0.0f, kept = 0.0f;
   for (int slice = 0; slice < int(kSlices); ++slice) {
     const int64_t at = int64_t(slice) * kRows + row;
@@ -195,20 +191,29 @@ __device__ inline void ScorePairs(const Context& c, const DraftParams& p, int ro
   const DraftModel& m = c.p.model;
   const int rank = int(m.shape.rank), slice = int(m.shape.rank_slice()), most = int(m.candidates);
   const auto of = [&](const uint16_t* codebook, uint32_t token) {
-    return codebook + int64_t(Min(int(token), int(m.vocab) - 1)) * rank;  // no token: its score is -inf whatever is read
+    // No token: its score is -inf whatever is read.
+    return codebook + int64_t(Min(int(token), int(m.vocab) - 1)) * rank;
   };
   const uint32_t anchor = uint32_t(Max(*p.anchor, 0));
   const uint16_t* predecessor = of(p.predecessor, row ? s.tokens[0][before] : anchor);
-  float mine = 0.0f;
-  for (int after = 0; after < most; ++after) {
-    const uint16_t* successor = of(p.successor, s.tokens[1][after]);
-    float sum = 0.0f;
-    for (int r = c.lane; r < rank; r += 32) {
-      const float gate = c.Frame<const float>(c.p.at.gate)[(int64_t(r / slice) * kRows + row) * slice + r % slice];
-      sum = fmaf(FromBf16(predecessor[r]) * gate, FromBf16(successor[r]), sum);
+  const float* gates = c.Frame<const float>(c.p.at.gate) + row * slice;
+  float sums[kMaxCandidates] = {};
+  for (int r = 2 * c.lane; r < rank; r += 64) {
+    const float* gate = gates + int64_t(r / slice) * kRows * slice + r % slice;
+    const Two of_before = Unpack(*reinterpret_cast<const uint32_t*>(predecessor + r));
+    const Two gated{of_before.a * gate[0], of_before.b * gate[1]};
+#pragma unroll
+    for (int i = 0; i < kMaxCandidates; ++i) {
+      if (i >= most) break;
+      const Two after = Unpack(*reinterpret_cast<const uint32_t*>(of(p.successor, s.tokens[1][i]) + r));
+      sums[i] = fmaf(gated.b, after.b, fmaf(gated.a, after.a, sums[i]));
     }
-    for (int x = 16; x; x /= 2) sum += __shfl_xor_sync(kAllLanes, sum, x);
-    if (c.lane == after) mine = s.unary[after] + sum;
+  }
+  float mine = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMaxCandidates; ++i) {
+    for (int x = 16; x; x /= 2) sums[i] += __shfl_xor_sync(kAllLanes, sums[i], x);
+    if (c.lane == i) mine = s.unary[i] + sums[i];
   }
   if (c.lane < most) p.scores[(int64_t(row) * most + before) * most + c.lane] = mine;
 }
@@ -220,11 +225,11 @@ __device__ __noinline__ void MakeLattice(const Context& c, const DraftParams& p)
   for (int row = blockIdx.x; row < c.p.rows - 1; row += gridDim.x) {
     __syncthreads();
     if (c.warp < 2 && row + c.warp > 0) {
-      const uint64_t best = MergeSlices(c, row - 1 + c.warp);
-      if (c.lane < most) s.tokens[c.warp][c.lane] = IdOf(best);
+      const Ranked best = MergeSlices(c, row - 1 + c.warp);
+      if (c.lane < most) s.tokens[c.warp][c.lane] = best.id;
       if (c.warp == 1) {
         const float coverage = CoverageOf(c, row, best);
-        if (c.lane < most) s.unary[c.lane] = ValueOf(best), p.tokens[row * most + c.lane] = int32_t(IdOf(best));
+        if (c.lane < most) s.unary[c.lane] = best.Value(), p.tokens[row * most + c.lane] = int32_t(best.id);
         if (c.lane == 0) p.coverage[row] = coverage;
       }
     }

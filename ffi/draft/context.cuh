@@ -22,7 +22,7 @@ inline constexpr int kMaxLayers = 16;
 inline constexpr int kMaxCandidates = 16;  // of a position
 inline constexpr int kPiece = 64;          // positions of an attention unit
 inline constexpr int kSegment = 256;       // columns of the head that a warp looks through
-inline constexpr int kMaxSegments = 512;   // of a slice
+inline constexpr int kMaxSegments = 256;   // of a slice
 
 // Numbers of phases in error reports (comm/errors.cu).
 enum Phase : int { kBlock = comm::kDraftPhases, kCandidates, kContext };
@@ -46,7 +46,7 @@ struct Frames {
   // this rank's own
   int64_t q, k, v;                                  // bf16 [heads here][row][c]
   int64_t part, part_most, part_sum;                // f32 [heads here][piece][row][c], [heads here][piece][row]
-  int64_t found, found_sums;                        // u64 [slice][row][segment][kMaxCandidates], f32 [slice][row][segment]
+  int64_t found, found_sums;  // Ranked [slice][row][segment][kMaxCandidates], f32 [slice][row][segment]
   int64_t partial;                                  // f32 [tile][chunk][row][16], see gemm.cuh
   int64_t bytes;
 

@@ -32,127 +32,169 @@ __device__ inline void End(Context& c) {
   c.p.passed[blockIdx.x] = c.barrier.passed();
 }
 
-// A GEMM of the layer's dense weights over the stream, or over what a phase made of it.
-__device__ __forceinline__ Gemm Dense(const Context& c, const LayerArrays& layer, int64_t section, int64_t rows,
-                                      int64_t k) {
-  return Gemm(layer.dense + section, DraftDenseLayout(c.p.model.shape).bytes, k, rows, 0, rows, c.p.slices,
-              c.Frame<float>(c.p.at.partial));
+// ---- the GEMMs of layer i, in order; from the last layer's on the head ----
+
+enum class Dense { kAttentionConv, kQkv, kOut, kMlpConv, kUp, kDown };
+
+__device__ __forceinline__ Gemm GemmOf(const Context& c, int i, Dense which) {
+  const DraftShape& s = c.p.model.shape;
+  const DraftDenseLayout at(s);
+  const auto gemm = [&](int64_t section, int64_t rows, int64_t k) {
+    return Gemm(c.p.layer[i].dense + section, at.bytes, k, rows, 0, rows, c.p.slices, c.Frame<float>(c.p.at.partial));
+  };
+  switch (which) {
+    case Dense::kAttentionConv: return gemm(at.attention_conv, s.delta_rows(), s.hidden);
+    case Dense::kQkv: return gemm(at.qkv, s.qkv_rows(), s.hidden);
+    case Dense::kOut: return gemm(at.out, s.hidden_slice(), s.q_width());
+    case Dense::kMlpConv: return gemm(at.mlp_conv, s.delta_rows(), s.hidden);
+    case Dense::kUp: return gemm(at.gate_up, 2 * s.inner_slice(), s.hidden);
+    default: return gemm(at.down, s.hidden_slice(), s.inner);
+  }
 }
+__device__ __forceinline__ Gemm HeadOf(const Context& c, const DraftParams& p) {
+  const int64_t vocab = p.model.vocab / kSlices, k = p.model.shape.hidden;
+  return Gemm(p.lm_head, HeadBytes(p.model.vocab, k), k, vocab, 0, vocab, p.slices, c.Frame<float>(p.at.partial));
+}
+// The first one of a sublayer.
+__device__ __forceinline__ Gemm FirstOf(const Context& c, int i, bool mlp) {
+  if (c.p.model.shape.conv_groups) return GemmOf(c, i, mlp ? Dense::kMlpConv : Dense::kAttentionConv);
+  return GemmOf(c, i, mlp ? Dense::kUp : Dense::kQkv);
+}
+
+// ---- between GEMMs ----
+
+// Ends a GEMM; what the next ones need comes into L2 meanwhile.
+template <typename... Gemms>
+__device__ __forceinline__ void EndMultiply(Context& c, const Gemms&... next) {
+  c.barrier.Arrive(false);
+  (Prefetch(c, next), ...);
+  c.barrier.Wait();
+}
+// Ends a superstep that wrote to all ranks; the next GEMM's weights set out.
+__device__ __forceinline__ void EndExchange(Context& c, const Gemm& next) {
+  c.barrier.Arrive(true);
+  Start(c, next);
+}
+
 __device__ __forceinline__ Input Stream(const Context& c, const float* gamma, const float* base = nullptr) {
   return {c.Frame<const uint16_t>(c.p.at.x), int(c.p.model.shape.hidden_slice()), nullptr,
           c.Frame<const float>(c.p.at.squares), gamma, base, c.p.rows};
 }
-
-// Coefficients of a sublayer's convolution, to all ranks; none in DFlash 1.
-__device__ inline void Coefficients(Context& c, const LayerArrays& layer, int64_t section, const float* gamma) {
-  const DraftShape& s = c.p.model.shape;
-  if (!s.conv_groups) return;
-  const Gemm g = Dense(c, layer, section, s.delta_rows(), s.hidden);
-  Multiply(c, g, Stream(c, gamma));
-  c.barrier.Sync(false);
-  FinishFloats(c, g, s.delta_rows(), 0, c.p.at.delta);
-  c.barrier.Arrive(true);
+__device__ __forceinline__ Input Rows(const Context& c, int64_t frame, int64_t width) {
+  return {c.Frame<const uint16_t>(frame), int(width), nullptr, nullptr, nullptr, nullptr, c.p.rows};
 }
 
-__device__ inline void Attention(Context& c, const LayerArrays& layer, const Seen& see) {
+// Coefficients of a sublayer's convolution, to all ranks; none in DFlash 1.
+__device__ __forceinline__ void Coefficients(Context& c, const Gemm& g, const float* gamma, const Gemm& next) {
   const DraftShape& s = c.p.model.shape;
-  const DraftDenseLayout at(s);
-  const DraftSmallLayout small(s);
-  const float* gamma = layer.small + small.input_norm;
-  const float* base = s.conv_groups ? layer.small + small.attention_conv : nullptr;
-  Coefficients(c, layer, at.attention_conv, gamma);
-  const Gemm qkv = Dense(c, layer, at.qkv, s.qkv_rows(), s.hidden);
+  if (!s.conv_groups) return;
+  Multiply(c, g, Stream(c, gamma));
+  EndMultiply(c, next);
+  FinishFloats(c, g, s.delta_rows(), 0, c.p.at.delta);
+  EndExchange(c, next);
+}
+
+__device__ __noinline__ void Attention(Context& c, int i, const Seen& see) {
+  const DraftShape& s = c.p.model.shape;
+  const DraftSmallLayout at(s);
+  const LayerArrays& layer = c.p.layer[i];
+  const float *gamma = layer.small + at.input_norm, *base = s.conv_groups ? layer.small + at.attention_conv : nullptr;
+  const Gemm qkv = GemmOf(c, i, Dense::kQkv), out = GemmOf(c, i, Dense::kOut);
+  Coefficients(c, GemmOf(c, i, Dense::kAttentionConv), gamma, qkv);
   Multiply(c, qkv, Stream(c, gamma, base));
-  c.barrier.Sync(false);
+  EndMultiply(c, out, FirstOf(c, i, true));
   FinishHeads(c, qkv, layer.small);
-  c.barrier.Sync(false);
+  EndMultiply(c, GemmOf(c, i, Dense::kUp));
   Attend(c, layer, see);
   c.barrier.Sync(false);
   MergePieces(c, see);
-  c.barrier.Arrive(true);
-  const Gemm out = Dense(c, layer, at.out, s.hidden_slice(), s.q_width());
-  Multiply(c, out, {c.Frame<const uint16_t>(c.p.at.o), int(s.head_dim), nullptr, nullptr, nullptr, nullptr, c.p.rows});
-  c.barrier.Sync(false);
+  EndExchange(c, out);
+  Multiply(c, out, Rows(c, c.p.at.o, s.head_dim));
+  EndMultiply(c, FirstOf(c, i, true));
   FinishBranch(c, out, base);
-  c.barrier.Arrive(true);
+  EndExchange(c, FirstOf(c, i, true));
 }
 
-__device__ inline void Mlp(Context& c, const LayerArrays& layer) {
+__device__ __noinline__ void Mlp(Context& c, int i, const Gemm& after) {
   const DraftShape& s = c.p.model.shape;
-  const DraftDenseLayout at(s);
-  const DraftSmallLayout small(s);
-  const float* gamma = layer.small + small.post_norm;
-  const float* base = s.conv_groups ? layer.small + small.mlp_conv : nullptr;
-  Coefficients(c, layer, at.mlp_conv, gamma);
-  const Gemm up = Dense(c, layer, at.gate_up, 2 * s.inner_slice(), s.hidden);
+  const DraftSmallLayout at(s);
+  const LayerArrays& layer = c.p.layer[i];
+  const float *gamma = layer.small + at.post_norm, *base = s.conv_groups ? layer.small + at.mlp_conv : nullptr;
+  const Gemm up = GemmOf(c, i, Dense::kUp), down = GemmOf(c, i, Dense::kDown);
+  Coefficients(c, GemmOf(c, i, Dense::kMlpConv), gamma, up);
   Multiply(c, up, Stream(c, gamma, base));
-  c.barrier.Sync(false);
+  EndMultiply(c, down);
   FinishUp(c, up);
-  c.barrier.Arrive(true);
-  const Gemm down = Dense(c, layer, at.down, s.hidden_slice(), s.inner);
-  Multiply(c, down, {c.Frame<const uint16_t>(c.p.at.act), int(s.inner_slice()), nullptr, nullptr, nullptr, nullptr,
-                     c.p.rows});
-  c.barrier.Sync(false);
+  EndExchange(c, down);
+  Multiply(c, down, Rows(c, c.p.at.act, s.inner_slice()));
+  EndMultiply(c, after);
   FinishBranch(c, down, base);
-  c.barrier.Arrive(true);
+  EndExchange(c, after);
 }
 
-__device__ inline void Candidates(Context& c, const DraftParams& p) {
-  const DraftModel& m = c.p.model;
-  const DraftShape& s = m.shape;
-  const int64_t vocab = m.vocab / kSlices;
-  const Gemm head(p.lm_head, HeadBytes(m.vocab, s.hidden), s.hidden, vocab, 0, vocab, c.p.slices,
-                  c.Frame<float>(c.p.at.partial));
-  const Gemm selector(p.selector, SelectorBytes(s), s.hidden, s.rank_slice(), 0, s.rank_slice(), c.p.slices, head.End());
+__device__ __noinline__ void Candidates(Context& c, const DraftParams& p) {
+  const DraftShape& s = p.model.shape;
+  const Gemm head = HeadOf(c, p);
+  const Gemm selector(p.selector, SelectorBytes(s), s.hidden, s.rank_slice(), 0, s.rank_slice(), p.slices,
+                      head.Behind());
   Multiply(c, head, Stream(c, p.norm));
-  if (s.rank) Multiply(c, selector, Stream(c, p.norm));
+  if (s.rank) {
+    Start(c, selector);
+    Multiply(c, selector, Stream(c, p.norm));
+  }
   c.barrier.Sync(false);
   FindCandidates(c, head, p.num_tokens);
-  if (s.rank) FinishFloats(c, selector, s.rank_slice(), 1, c.p.at.gate);
+  if (s.rank) FinishFloats(c, selector, s.rank_slice(), 1, p.at.gate);
   c.barrier.Sync(false);
   SendCandidates(c);
   c.barrier.Sync(true);
   MakeLattice(c, p);
 }
 
-__device__ inline void RunDraft(const DraftParams& p) {
+// ---- the kernels ----
+
+__device__ __forceinline__ void RunDraft(const DraftParams& p) {
   Context c = Begin(p, kBlock);
   const Seen see(c, Max(*p.length, 0));
   Embed(c, p.embedded);
-  c.barrier.Arrive(true);
+  EndExchange(c, FirstOf(c, 0, false));
 #pragma unroll 1
   for (int i = 0; i < p.layers; ++i) {
     c.waiter.At(i, kBlock);
-    Attention(c, p.layer[i], see);
-    Mlp(c, p.layer[i]);
+    Attention(c, i, see);
+    Mlp(c, i, i + 1 < p.layers ? FirstOf(c, i + 1, false) : HeadOf(c, p));
   }
   c.waiter.At(p.layers, kCandidates);
   Candidates(c, p);
   End(c);
 }
 
-__device__ inline void RunCommit(const CommitParams& p) {
+__device__ __forceinline__ void RunCommit(const CommitParams& p) {
   Context c = Begin(p, kContext);
   const DraftModel& m = p.model;
   const DraftShape& s = m.shape;
   const int start = Max(*p.start, 0), count = Min(Max(*p.count, 0), p.rows);
   const Gemm fc(p.fc, FcBytes(s), s.taps_width(), s.hidden_slice(), 0, s.hidden_slice(), p.slices,
                 c.Frame<float>(p.at.partial));
+  Start(c, fc);
   Multiply(c, fc, {nullptr, 0, p.taps, nullptr, nullptr, nullptr, count});
   c.barrier.Sync(true);  // all ranks have ended the launch before
   FinishContext(c, fc, count);
-  c.barrier.Arrive(true);
   const Input ctx{c.Frame<const uint16_t>(p.at.ctx), int(s.hidden_slice()), nullptr,
                   c.Frame<const float>(p.at.ctx_squares), p.hidden_norm, nullptr, count};
   const auto keys = [&](int i) {  // of layer i, behind those of the layers before it
     const int64_t rows = 2 * s.kv_rows();
     Gemm g(p.layer[i].dense + DraftDenseLayout(s).qkv, DraftDenseLayout(s).bytes, s.hidden, s.qkv_rows(), s.q_rows(),
            rows, p.slices, c.Frame<float>(p.at.partial));
-    g.partial += i * (g.End() - g.partial);
+    g.partial += i * (g.Behind() - g.partial);
     return g;
   };
+  c.barrier.Arrive(true);
 #pragma unroll 1
-  for (int i = 0; i < p.layers; ++i) Multiply(c, keys(i), ctx);
+  for (int i = 0; i < p.layers; ++i) {
+    Start(c, keys(i));
+    Multiply(c, keys(i), ctx);
+  }
   c.barrier.Sync(false);
   if (count)
 #pragma unroll 1

@@ -56,7 +56,8 @@ __device__ __noinline__ void FinishContext(const Context& c, const Gemm& g, int 
 }
 
 // Float32 results [8][row][width] as they are, to all ranks: coefficients of convolutions, the selector's gate.
-__device__ __noinline__ void FinishFloats(const Context& c, const Gemm& g, int64_t width, int first_row, int64_t frame) {
+__device__ __noinline__ void FinishFloats(const Context& c, const Gemm& g, int64_t width, int first_row,
+                                          int64_t frame) {
   ForLeaves(c, width, c.p.rows - first_row, [&](const RowOf& at) {
     if (!Has(c, at.width)) return;
     const Two v = g.Finished(at.slice, at.column + 2 * c.lane, at.row + first_row);
@@ -75,16 +76,19 @@ __device__ __noinline__ void FinishBranch(const Context& c, const Gemm& g, const
     Two v{0.0f, 0.0f};
     if (Has(c, at.width)) {
       const int column = at.column + 2 * c.lane, slice = c.p.rank * c.p.slices + at.slice;
-      Two y = Rounded(g.Finished(at.slice, column, at.row));
-      if (base) {
-        Two before{0.0f, 0.0f};
-        if (at.row) before = Rounded(g.Finished(at.slice, column, at.row - 1));
-        const Taps taps = TapsOf(s, base + kConvTaps * s.hidden, int(slice * n) + column);
-        y = Convolved(c, taps, 1, slice, column, at.row, y, before);
-      }
       const uint16_t* x = c.Frame<const uint16_t>(c.p.at.x) + (int64_t(slice) * kRows + at.row) * n + column;
-      v = Unpack(*reinterpret_cast<const uint32_t*>(x));
-      v = Rounded({v.a + y.a, v.b + y.b});
+      const Two stream = Unpack(*reinterpret_cast<const uint32_t*>(x));
+      Two y;
+      if (base) {
+        const Taps taps = TapsOf(s, base + kConvTaps * s.hidden, int(slice * n) + column);
+        const Taps delta = Deltas(c, 1, slice, column).Of(at.row);
+        Two rows[2] = {};
+        at.row ? g.Finished(at.slice, column, at.row, rows) : void(rows[0] = g.Finished(at.slice, column, 0));
+        y = Convolved(taps, delta, Rounded(rows[0]), Rounded(rows[1]));
+      } else {
+        y = Rounded(g.Finished(at.slice, column, at.row));
+      }
+      v = Rounded({stream.a + y.a, stream.b + y.b});
     }
     SendRow(c, c.p.at.x, c.p.at.squares, at, v);
   });
@@ -169,7 +173,8 @@ __device__ __noinline__ void FinishHeads(const Context& c, const Gemm& g, const 
 }
 
 // Keys and values of `count` committed rows of a layer into its rings; a row that a later one overwrites is left out.
-__device__ __noinline__ void FinishKeys(const Context& c, const Gemm& g, const LayerArrays& layer, int start, int count) {
+__device__ __noinline__ void FinishKeys(const Context& c, const Gemm& g, const LayerArrays& layer, int start,
+                                        int count) {
   const DraftShape& s = c.p.model.shape;
   const DraftSmallLayout at(s);
   const int kv = int(s.kv_slice()), width = int(s.head_dim);

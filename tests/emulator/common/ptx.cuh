@@ -131,7 +131,14 @@ template <Scope kScope>
 uint32_t LdAcquire(const uint32_t* global) {
   return LdRelaxed<kScope>(global);
 }
-inline uint4 LdNcNoAllocate(const uint4* global) { return *global; }
+// The thread that copies is the one that waits, so when it comes does not matter.
+inline void CpAsync16(void* shared, const void* global) {
+  assert(reinterpret_cast<uintptr_t>(shared) % 16 == 0 && reinterpret_cast<uintptr_t>(global) % 16 == 0);
+  memcpy(shared, global, 16);
+}
+inline void CpAsyncCommit() {}
+template <int>
+void CpAsyncWait() {}
 
 inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline void BarSync(uint32_t id, uint32_t threads) { emulator::BlockBarrier(int(id), int(threads)); }
