@@ -286,6 +286,25 @@ def _add_bench(commands) -> None:
     p.add_argument("--baseline", action="store_true",
                    help="also time two of the layers in plain JAX as XLA compiles them, batch by batch in between")
     p.add_argument("--json", metavar="FILE", help="also write the result to a file")
+    p = kinds.add_parser("step", help="milliseconds of a whole speculative step", description=(
+        "Measures draft, tree, verification by all layers, LM head, accept and commit of the released sizes as one "
+        "program: one rank of 8 on one GPU, exchanges looped back, 16 rows, random weights (67 GB). Prints one line: "
+        "the step, draft and verification alone, launches, share of the HBM rate measured before. Exit code 1 if "
+        "results are not finite, or differ when repeated."))
+    p.add_argument("--layers", metavar="N", type=int, default=62, help="of the model, 1 to 62 (default 62)")
+    p.add_argument("--context", metavar="N", type=int, default=2048,
+                   help="positions before the step, 16 or more (default 2048)")
+    p.add_argument("--distinct", metavar="D", type=int, default=49,
+                   help="experts that the rows hit, 8 to 128; met on average (default 49)")
+    p.add_argument("--draft-inner", metavar="N", type=int, default=24576,
+                   help="width of the drafter's FFN, a multiple of 1024 (default 24576)")
+    p.add_argument("--accepted", metavar="N", type=float, default=6.6,
+                   help="tokens a step, 1 to 16, that tokens a second are stated for; assumed, not measured (default "
+                   "6.6)")
+    p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 steps each (default 9)")
+    p.add_argument("--baseline", action="store_true",
+                   help="also time two layers in plain JAX as XLA compiles them, batch by batch in between")
+    p.add_argument("--json", metavar="FILE", help="also write the result to a file")
 
 
 def _run(argv: Sequence[str] | None) -> int:

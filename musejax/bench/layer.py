@@ -22,32 +22,24 @@ from musejax.bench import limits
 from musejax.bench.cases import Case, Timing, admitted_experts
 from musejax.bench.limits import BenchError
 from musejax.config import NUM_SLICES, RELEASED, ConfigError, DecodeConfig
-from musejax.kernels.attributes import layer_attributes, model_attribute
+from musejax.kernels.attributes import layer_attributes
 from musejax.kernels.cache import MAX_ROWS
-from musejax.kernels.calls import Call
+from musejax.kernels.calls import Call, RowState
 from musejax.kernels.forward import chain, ordinals, over_devices
 from musejax.numerics import round_bf16
 from musejax.sharding import make_mesh, replicated
 
 
-def layout(config) -> dict:
+def layout(config, nvfp4: bool = True) -> dict:
     return ffi.library("cpu").layout(
         hidden=config.hidden_size, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim, moe_hidden=config.moe_hidden_size, moe_inner=config.moe_intermediate_size,
-        experts=config.num_local_experts, vocab=config.vocab_size, nvfp4=True)
+        experts=config.num_local_experts, vocab=config.vocab_size, nvfp4=nvfp4)
 
 
-@partial(jax.jit, static_argnames=("config", "admitted"))
-def random_layer(key, config, admitted: int) -> dict:
-    """One slice of a layer: dense uint8 [1, n], experts uint8 [1, e, n], small float32 [n]."""
-    at = layout(config)
-    keys = jax.random.split(key, 6)
-    dense = jax.lax.bitcast_convert_type(
-        (jax.random.normal(keys[0], (at["dense.bytes"] // 2,), jnp.float32) / 90).astype(jnp.bfloat16), jnp.uint8)
-    router = jax.lax.bitcast_convert_type(
-        jax.random.normal(keys[1], ((at["dense.unpooler"] - at["dense.router"]) // 4,), jnp.float32) / 90, jnp.uint8)
-    dense = dense.reshape(-1).at[at["dense.router"]:at["dense.unpooler"]].set(router.reshape(-1))
-    experts = jax.random.bits(keys[2], (config.num_local_experts, at["experts.bytes"]), jnp.uint8)
+def _nvfp4_experts(key, config, at) -> jax.Array:
+    """uint8 [e, n]: any codes, block scales near 1."""
+    experts = jax.random.bits(key, (config.num_local_experts, at["experts.bytes"]), jnp.uint8)
     for name, k, tiles in (("gate_up", config.moe_hidden_size, 2 * config.moe_intermediate_size // NUM_SLICES // 16),
                            ("down", config.moe_intermediate_size, config.moe_hidden_size // NUM_SLICES // 16)):
         begin, codes, size = at[f"experts.{name}"], k // 64 * 512, k // 64 * (512 + 64)
@@ -58,9 +50,36 @@ def random_layer(key, config, admitted: int) -> dict:
         halves = jnp.stack([low << 4 | high >> 4, high << 4 | low >> 4], axis=-1).reshape(-1, tiles, k // 64 * 64)
         part = part.at[..., codes:].set(halves)
         experts = experts.at[:, begin:begin + tiles * size].set(part.reshape(-1, tiles * size))
+    return experts
+
+
+def _bf16_experts(key, config, at) -> jax.Array:
+    """uint8 [e, n]: bfloat16 of either sign, from 2^-8 to below 2^-4. Expert by expert, for the generator needs many
+    times the memory of what it makes."""
+    def expert(key):
+        word = jax.random.bits(key, (at["experts.bytes"] // 2,), jnp.uint16)
+        exponent = 119 + (word >> 7) % 4
+        return jax.lax.bitcast_convert_type(word & 0x807F | exponent << 7, jnp.uint8).reshape(-1)
+
+    return jax.lax.map(expert, jax.random.split(key, config.num_local_experts))
+
+
+@partial(jax.jit, static_argnames=("config", "admitted", "nvfp4"))
+def random_layer(key, config, admitted: int, nvfp4: bool = True) -> dict:
+    """One slice of a layer, with NVFP4 or bfloat16 experts: dense uint8 [1, n], experts uint8 [1, e, n], small float32
+    [n]."""
+    at = layout(config, nvfp4)
+    keys = jax.random.split(key, 6)
+    dense = jax.lax.bitcast_convert_type(
+        (jax.random.normal(keys[0], (at["dense.bytes"] // 2,), jnp.float32) / 90).astype(jnp.bfloat16), jnp.uint8)
+    router = jax.lax.bitcast_convert_type(
+        jax.random.normal(keys[1], ((at["dense.unpooler"] - at["dense.router"]) // 4,), jnp.float32) / 90, jnp.uint8)
+    dense = dense.reshape(-1).at[at["dense.router"]:at["dense.unpooler"]].set(router.reshape(-1))
+    experts = (_nvfp4_experts if nvfp4 else _bf16_experts)(keys[2], config, at)
     # As published: values of bfloat16, which the kernels read as float32.
     small = round_bf16(jax.random.normal(keys[3], (at["small.count"],), jnp.float32) / 16)
-    small = small.at[at["small.gate_up_global"]:].set(1 / 64)
+    if nvfp4:
+        small = small.at[at["small.gate_up_global"]:].set(1 / 64)
     # A rank whose own slices come back as those of the others has their gains, too.
     for name, width in (("post_expert_norm", config.moe_hidden_size), ("post_ffn_norm", config.hidden_size)):
         begin = at[f"small.{name}"]
@@ -75,6 +94,36 @@ def random_layer(key, config, admitted: int) -> dict:
 @partial(jax.jit, static_argnames=("shape",))
 def random_bf16(key, shape):
     return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def run_looped(call: Call, numbers, params, stream, cos_sin, rows: RowState, kept, taps=(), devices=()) -> tuple:
+    """Layers of one rank (or one a device) in one launch, the other ranks sending it its own slices.
+
+    Args:
+        numbers: the layers' numbers in the model.
+        params: of each layer, as `random_layer` makes them.
+        kept: of each layer keys, values, and those of the rows in flight; updated in place.
+        taps: layers after which the stream is wanted.
+        devices: ordinals, if there are several.
+
+    Returns:
+        (stream, ids int32 [layers, t, k], taps float32 [len(taps), t, d], kept)
+    """
+    c, count = call.config, stream.shape[0]
+    heads = c.num_attention_heads // NUM_SLICES * params[0]["dense"].shape[0]
+    parts = jnp.zeros((heads, count, c.head_dim), jnp.bfloat16)
+    operands = []
+    for i, p in enumerate(params):
+        operands += [p["dense"], p["experts"], p["small"], *kept[4 * i:4 * i + 4]]
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    results = (like(stream), like(parts), like(parts),
+               jax.ShapeDtypeStruct((len(numbers), count, c.num_experts_per_tok), jnp.int32),
+               jax.ShapeDtypeStruct((len(taps), *stream.shape), jnp.float32), *map(like, kept))
+    alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(len(numbers)) for i in range(4)}
+    out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
+        stream, parts, parts, cos_sin, *rows, *operands, model=call.model, first=True, last=True,
+        **layer_attributes(c, numbers, taps, devices))
+    return out[0], out[3], out[4], list(out[5:])
 
 
 class LoopedLayers:
@@ -138,26 +187,11 @@ class LoopedLayers:
         return self.params[0]["dense"].size
 
     def _launch(self, stream, kept, params):
-        c, case = self.config, self.case
-        call = Call(c, self.decode, "cuda")
-        rows, n = case.rows, case.layers
-        heads = c.num_attention_heads // NUM_SLICES * case.slices
-        parts = jnp.zeros((heads, rows, c.head_dim), jnp.bfloat16)
-        state = jnp.array([case.context, rows, 0], jnp.int32)
-        cos_sin = call.angles(case.context + jnp.arange(rows, dtype=jnp.int32))
-        operands = []
-        for i, p in enumerate(params):
-            operands += [p["dense"], p["experts"], p["small"], *kept[4 * i:4 * i + 4]]
-        like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        results = (like(stream), like(parts), like(parts),
-                   jax.ShapeDtypeStruct((n, rows, c.num_experts_per_tok), jnp.int32),
-                   jax.ShapeDtypeStruct((len(self.taps), *stream.shape), jnp.float32), *map(like, kept))
-        alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(n) for i in range(4)}
-        out = jax.ffi.ffi_call("musejax_layers_looped", results, input_output_aliases=alias)(
-            stream, parts, parts, cos_sin, chain(rows), state, jnp.zeros(MAX_ROWS, jnp.int32), *operands,
-            model=model_attribute(c, self.decode), first=True, last=True,
-            **layer_attributes(c, self.numbers, self.taps, ordinals(self.mesh)))
-        return out[0], out[3], out[4], list(out[5:])
+        case, call = self.case, Call(self.config, self.decode, "cuda")
+        rows = RowState(chain(case.rows), jnp.array([case.context, case.rows, 0], jnp.int32),
+                        jnp.zeros(MAX_ROWS, jnp.int32))
+        cos_sin = call.angles(case.context + jnp.arange(case.rows, dtype=jnp.int32))
+        return run_looped(call, self.numbers, params, stream, cos_sin, rows, kept, self.taps, ordinals(self.mesh))
 
     def stream(self, seed: int):
         """A residual stream, float32 [rows, d]."""
@@ -259,15 +293,15 @@ def measure(case: Case, batches: int = 9, each: int = 5, seed: int = 0, baseline
     return replace(kernel.timing(), **{name: run.timing() for name, run in others.items()})
 
 
-def open_library():
-    """As `limits.open_library`."""
+def open_library(command: str = "bench layer"):
+    """As `limits.open_library`; errors name the command."""
     try:
         return limits.open_library()
     except BenchError as error:
-        raise BenchError(f"bench layer: {str(error).removeprefix('bench limits: ')}") from error
+        raise BenchError(f"{command}: {str(error).removeprefix('bench limits: ')}") from error
 
 
-def roofline(module) -> float:
+def roofline(module, command: str = "bench layer") -> float:
     """GB/s at which this GPU reads HBM steadily through a ring of bulk copies, measured now.
 
     Raises:
@@ -276,5 +310,5 @@ def roofline(module) -> float:
     rows = list(limits.measure(module, ["hbm"]))
     steady = next((row for row in rows if row.name == "hbm.steady" and row.status == "ok"), None)
     if steady is None:
-        raise BenchError(f"bench layer: expected the figure hbm.steady, got {'; '.join(row.note for row in rows)}")
+        raise BenchError(f"{command}: expected the figure hbm.steady, got {'; '.join(row.note for row in rows)}")
     return steady.figure * 1e3

@@ -1,4 +1,5 @@
-"""`musejax bench`: measurements. `bench limits` measures the GPU itself, `bench layer` a decoder layer on it."""
+"""`musejax bench`: measurements. `bench limits` measures the GPU itself, `bench layer` a decoder layer on it, `bench
+step` a whole speculative step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def run(args: Namespace) -> int:
     """
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: expected a file in a folder that exists, found no such folder")
-    return {"limits": limits, "layer": layer}[args.bench](args)
+    return {"limits": limits, "layer": layer, "step": step}[args.bench](args)
 
 
 def limits(args: Namespace) -> int:
@@ -61,3 +62,20 @@ def layer(args: Namespace) -> int:
         write_json(Path(args.json), cases.to_json(results, limit, device=device, version=module.version(),
                                                   batches=args.batches, seconds=time.perf_counter() - started))
     return FAILED if any(timing.failures for _, timing in results) else DONE
+
+
+def step(args: Namespace) -> int:
+    """Prints one line; 1 if results are wrong."""
+    from musejax.bench import layer, step, step_cases
+    from musejax.checkpoint.container import write_json
+
+    case = step_cases.StepCase(args.distinct, args.context, args.layers, args.draft_inner, args.accepted)
+    module, device = layer.open_library("bench step")
+    started = time.perf_counter()
+    limit = layer.roofline(module, "bench step")
+    timing = step.measure(case, args.batches, baseline=args.baseline)
+    print(step_cases.as_line(device, case, timing, limit), flush=True)
+    if args.json is not None:
+        write_json(Path(args.json), step_cases.to_json(case, timing, limit, device=device, version=module.version(),
+                                                       batches=args.batches, seconds=time.perf_counter() - started))
+    return FAILED if timing.failures else DONE
