@@ -19,29 +19,29 @@ struct Passed {
   uint32_t all, exchanges;  // of them, those of all ranks
 };
 
+// In shared memory; thread 0 counts.
 class Barrier {
  public:
-  // ranks: those that run, the first ones of `exchange`
-  __device__ Barrier(const Exchange& exchange, int rank, int ranks, Waiter waiter, Passed passed)
-      : exchange_(exchange), rank_(rank), ranks_(ranks), waiter_(waiter), passed_(passed) {}
-
+  // By thread 0. ranks: those that run, the first ones of `exchange`, which stays where it is.
+  __device__ void Begin(const Exchange* exchange, int rank, int ranks, Waiter waiter, Passed passed) {
+    exchange_ = exchange, rank_ = rank, ranks_ = ranks, waiter_ = waiter, passed_ = passed;
+  }
   // By all threads. What follows until Wait may not depend on other blocks, nor touch what they read.
-  __device__ void Arrive(bool all_ranks) {
+  __device__ __forceinline__ void Arrive(bool all_ranks) {
     __syncthreads();
-    ++passed_.all, passed_.exchanges += all_ranks;
-    pending_ = true, all_ranks_ = all_ranks && ranks_ > 1;
     if (threadIdx.x != 0) return;
+    ++passed_.all, passed_.exchanges += all_ranks;
+    all_ranks_ = all_ranks && ranks_ > 1;
     all_ranks_ ? __threadfence_system() : __threadfence();
     const uint32_t before = atomicAdd(Memory(rank_), 1u);
     if (!all_ranks_ || before + 1 != passed_.all * gridDim.x) return;
     __threadfence_system();  // what the others wrote, too
     for (int r = 0; r < ranks_; ++r) ptx::StRelaxed<Scope::kSys>(Memory(r) + 32 + rank_, passed_.exchanges);
   }
-  // By all threads; at once if there was no Arrive since the last one.
-  __device__ void Wait() {
-    if (!pending_) return;
-    pending_ = false;
+  // By all threads.
+  __device__ __forceinline__ void Wait() {
     if (threadIdx.x < 32) {
+      __syncwarp();
       const uint32_t* word = Memory(rank_) + (all_ranks_ ? 32 + threadIdx.x % ranks_ : 0);
       const uint32_t wanted = all_ranks_ ? passed_.exchanges : passed_.all * gridDim.x;
       for (Waiter::Wait wait = waiter_.Begin();;) {
@@ -53,17 +53,17 @@ class Barrier {
     }
     __syncthreads();
   }
-  __device__ void Sync(bool all_ranks) { Arrive(all_ranks), Wait(); }
+  __device__ __forceinline__ void Sync(bool all_ranks) { Arrive(all_ranks), Wait(); }
   __device__ Passed passed() const { return passed_; }
 
  private:
-  __device__ uint32_t* Memory(int rank) const { return reinterpret_cast<uint32_t*>(exchange_.frames[rank]); }
+  __device__ uint32_t* Memory(int rank) const { return reinterpret_cast<uint32_t*>(exchange_->frames[rank]); }
 
-  const Exchange& exchange_;
+  const Exchange* exchange_;
   int rank_, ranks_;
   Waiter waiter_;
   Passed passed_;
-  bool pending_ = false, all_ranks_ = false;
+  bool all_ranks_;
 };
 
 }  // namespace musejax::comm

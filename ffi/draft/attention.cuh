@@ -1,8 +1,8 @@
 // Attention of a block: every row over the context and the block alike, in both directions, within the window.
 //
-// A unit is one key/value head and one piece of 64 absolute positions; each of its query heads is a warp's, all 16 rows
-// at once: scores by MMAs, the piece's own maximum a row, float32 probabilities, each as the sum of two bf16 numbers
-// for the product with the values. Pieces are then merged in ascending order. So a head's bits depend on nothing but
+// A unit is one key/value head and one piece of 32 absolute positions; two warps have a query head of it, all 16 rows at
+// once, and half of its channels each: scores by MMAs, the piece's own maximum a row, float32 probabilities, each as the
+// sum of two bf16 numbers for the product with the values. Pieces are then merged in ascending order. So a head's bits depend on nothing but
 // its keys.
 #pragma once
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void LoadPiece(const Context& c, const LayerArrays& l
                                           int piece, AttentionShared& to) {
   const int words = int(c.p.model.shape.head_dim) / 2, word = int(threadIdx.x) % words;
   const KeyWords from(c, layer, head);
-#pragma unroll 4
+#pragma unroll 2
   for (int two = int(threadIdx.x) / words; two < kPiece / 2; two += kThreads / words) {
     const int position = piece * kPiece + 2 * two;
     const uint32_t a = from.At(true, c, see, position, word, words);
@@ -71,32 +71,43 @@ __device__ __forceinline__ void LoadPiece(const Context& c, const LayerArrays& l
   __syncthreads();
 }
 
+// A query head as the first operand of MMAs.
+__device__ __forceinline__ void LoadQueries(const Context& c, int head, uint32_t (&q)[kMaxHead / 16][4]) {
+  const int g = Lane() / 4, t = Lane() % 4, words = int(c.p.model.shape.head_dim) / 2;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(c.Frame<const uint16_t>(c.p.at.q)) +
+                         (int64_t(head) * kRows + g) * words + t;
+#pragma unroll
+  for (int step = 0; step < kMaxHead / 16; ++step)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      q[step][r] = 8 * step < words ? from[r % 2 * 8 * words + 8 * step + r / 2 * 4] : 0;
+}
+
 // Scores of a query head, and the probabilities made of them, as MMAs leave them: p[tile][i] is of row lane / 4 +
 // 8 (i / 2) and position 8 tile + 2 (lane % 4) + i % 2.
 struct Scores {
   float p[kKeyTiles][4];
   float most[2], sum[2];  // of rows lane / 4 and 8 more
 
-  __device__ __forceinline__ void Multiply(const Context& c, int head, const AttentionShared& s) {
-    const int g = c.lane / 4, t = c.lane % 4, words = int(c.p.model.shape.head_dim) / 2;
-    const uint32_t* q = reinterpret_cast<const uint32_t*>(c.Frame<const uint16_t>(c.p.at.q)) +
-                        (int64_t(head) * kRows + g) * words + t;
+  __device__ __forceinline__ void Multiply(const Context& c, const uint32_t (&q)[kMaxHead / 16][4],
+                                           const AttentionShared& s) {
+    const int g = Lane() / 4, t = Lane() % 4, steps = int(c.p.model.shape.head_dim) / 16;
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[tile][i] = 0.0f;
-#pragma unroll 2
-    for (int word = 0; word < words; word += 8) {
-      const uint32_t a[4] = {q[word], q[8 * words + word], q[word + 4], q[8 * words + word + 4]};
+#pragma unroll
+    for (int step = 0; step < kMaxHead / 16; ++step) {
+      if (step >= steps) break;
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
-        const uint32_t* key = &s.keys[tile * 8 + g][word + t];
-        ptx::MmaM16N8K16Bf16(p[tile], a, key[0], key[4]);
+        const uint32_t* key = &s.keys[tile * 8 + g][step * 8 + t];
+        ptx::MmaM16N8K16Bf16(p[tile], q[step], key[0], key[4]);
       }
     }
   }
   __device__ __forceinline__ void Weigh(const Context& c, const Seen& see, int piece) {
-    const int g = c.lane / 4, t = c.lane % 4;
+    const int g = Lane() / 4, t = Lane() % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = g + 8 * half, first = see.First(row), last = row < c.p.rows ? see.Last(row) : -1;
@@ -121,10 +132,10 @@ struct Scores {
   }
 };
 
-// part = p values, of 8 channels at a time.
-__device__ __forceinline__ void AddValues(const Context& c, const Scores& scores, const AttentionShared& s,
+// part = p values, of half `half` of the channels, 8 at a time.
+__device__ __forceinline__ void AddValues(const Context& c, const Scores& scores, const AttentionShared& s, int half,
                                           float* part) {
-  const int g = c.lane / 4, t = c.lane % 4, width = int(c.p.model.shape.head_dim);
+  const int g = Lane() / 4, t = Lane() % 4, width = int(c.p.model.shape.head_dim);
   uint32_t high[kValueSteps][4], low[kValueSteps][4];
 #pragma unroll
   for (int step = 0; step < kValueSteps; ++step)
@@ -135,8 +146,8 @@ __device__ __forceinline__ void AddValues(const Context& c, const Scores& scores
       const Two taken = Unpack(high[step][r]);
       low[step][r] = PackBf16(p[0] - taken.a, p[1] - taken.b);
     }
-#pragma unroll 2
-  for (int channel = 0; channel < width; channel += 8) {
+#pragma unroll 4
+  for (int channel = half * width / 2; channel < (half + 1) * width / 2; channel += 8) {
     float o[4] = {};
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
@@ -150,33 +161,44 @@ __device__ __forceinline__ void AddValues(const Context& c, const Scores& scores
 }
 
 // By all threads; needs a block barrier before it.
-__device__ __noinline__ void Attend(const Context& c, const LayerArrays& layer, const Seen& see) {
-  AttentionShared& s = *reinterpret_cast<AttentionShared*>(c.shared.any);
+__device__ __noinline__ void Attend(int layer_number, int length) {
+  const Context& c = TheContext();
+  const LayerArrays layer = c.p.layer[layer_number];
+  const Seen see(c, length);
+  AttentionShared& s = *reinterpret_cast<AttentionShared*>(OfBlock().any);
   const DraftShape& shape = c.p.model.shape;
   const int heads = c.p.slices * int(shape.kv_slice()), group = int(shape.heads / shape.kv_heads);
   const int pieces = see.Pieces();
   for (int unit = blockIdx.x; unit < heads * pieces; unit += gridDim.x) {
     const int kv = unit / pieces, n = unit % pieces, piece = see.FirstPiece() + n;
+    const int half = Warp() % 2, last = (kv + 1) * group;
+    int head = kv * group + Warp() / 2;
+    uint32_t q[kMaxHead / 16][4];
+    if (head < last) LoadQueries(c, head, q);
     LoadPiece(c, layer, see, kv, piece, s);
-    for (int head = kv * group + c.warp; head < (kv + 1) * group; head += kWarps) {
+    for (; head < last; head += kWarps / 2) {
       const int64_t at = (int64_t(head) * pieces + n) * kRows;
       Scores scores;
-      scores.Multiply(c, head, s);
+      scores.Multiply(c, q, s);
       scores.Weigh(c, see, piece);
-      AddValues(c, scores, s, c.Frame<float>(c.p.at.part) + at * shape.head_dim);
-      if (c.lane % 4 == 0)
+      AddValues(c, scores, s, half, c.Frame<float>(c.p.at.part) + at * shape.head_dim);
+      if (Lane() % 4 == 0 && half == 0)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          c.Frame<float>(c.p.at.part_most)[at + c.lane / 4 + 8 * half] = scores.most[half];
-          c.Frame<float>(c.p.at.part_sum)[at + c.lane / 4 + 8 * half] = scores.sum[half];
+        for (int i = 0; i < 2; ++i) {
+          c.Frame<float>(c.p.at.part_most)[at + Lane() / 4 + 8 * i] = scores.most[i];
+          c.Frame<float>(c.p.at.part_sum)[at + Lane() / 4 + 8 * i] = scores.sum[i];
         }
+      if (head + kWarps / 2 < last) LoadQueries(c, head + kWarps / 2, q);
     }
     __syncthreads();
   }
 }
 
 // o = r(sum of parts / sum of weights), to all ranks.
-__device__ __noinline__ void MergePieces(const Context& c, const Seen& see) {
+__device__ __noinline__ void MergePieces(int length) {
+  constexpr int kAtOnce = 8;  // parts that are asked for at a time
+  const Context& c = TheContext();
+  const Seen see(c, length);
   const DraftShape& s = c.p.model.shape;
   const int heads = int(s.heads_slice()), width = int(s.head_dim), pieces = see.Pieces();
   c.ForTasks(c.p.slices * heads * c.p.rows, [&](int i) {
@@ -184,22 +206,30 @@ __device__ __noinline__ void MergePieces(const Context& c, const Seen& see) {
     const int64_t first = int64_t(head) * pieces * kRows + row;
     const float* most = c.Frame<const float>(c.p.at.part_most) + first;
     const float* sums = c.Frame<const float>(c.p.at.part_sum) + first;
-    const float* parts = c.Frame<const float>(c.p.at.part) + first * width + 2 * c.lane;
+    const float* parts = c.Frame<const float>(c.p.at.part) + first * width + 2 * Lane();
     float largest = -INFINITY;
-    for (int n = c.lane; n < pieces; n += 32) largest = fmaxf(largest, most[n * kRows]);
+    for (int n = Lane(); n < pieces; n += 32) largest = fmaxf(largest, most[n * kRows]);
     for (int x = 16; x; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, x));
     float sum = 0.0f;
     Two low{0.0f, 0.0f}, high{0.0f, 0.0f};
     for (int begin = 0; begin < pieces; begin += 32) {
-      const int mine = Min(begin + c.lane, pieces - 1), end = Min(32, pieces - begin);
+      const int mine = Min(begin + Lane(), pieces - 1), end = Min(32, pieces - begin);
       const float weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
-#pragma unroll 8
-      for (int n = 0; n < end; ++n) {
-        const float weight = __shfl_sync(kAllLanes, weight_of, n);
-        const float* part = parts + int64_t(begin + n) * kRows * width;
-        sum += __shfl_sync(kAllLanes, part_of, n);
-        if (Has(c, width)) low = {low.a + weight * part[0], low.b + weight * part[1]};
-        if (width > 64) high = {high.a + weight * part[64], high.b + weight * part[65]};
+      for (int from = 0; from < end; from += kAtOnce) {
+        Two first[kAtOnce] = {}, second[kAtOnce] = {};
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const float* part = parts + int64_t(begin + from + n) * kRows * width;
+          if (from + n < end && Has(width)) first[n] = {part[0], part[1]};
+          if (from + n < end && width > 64) second[n] = {part[64], part[65]};
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const float weight = from + n < end ? __shfl_sync(kAllLanes, weight_of, from + n) : 0.0f;
+          sum += from + n < end ? __shfl_sync(kAllLanes, part_of, from + n) : 0.0f;
+          low = {low.a + weight * first[n].a, low.b + weight * first[n].b};
+          high = {high.a + weight * second[n].a, high.b + weight * second[n].b};
+        }
       }
     }
     const HeadRow o{{low.a / sum, low.b / sum}, {high.a / sum, high.b / sum}};

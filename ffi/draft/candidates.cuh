@@ -64,7 +64,8 @@ struct Hand {
 };
 
 // The best of the segments of all slices here.
-__device__ __noinline__ void FindCandidates(const Context& c, const Gemm& g, int num_tokens) {
+__device__ __forceinline__ void FindCandidates(const Gemm& g, int num_tokens) {
+  const Context& c = TheContext();
   constexpr int kEach = kSegment / 32;
   const DraftModel& m = c.p.model;
   const int segments = SegmentsOf(m), rows = c.p.rows - 1, width = int(m.vocab / kSlices);
@@ -73,23 +74,24 @@ __device__ __noinline__ void FindCandidates(const Context& c, const Gemm& g, int
     const int first = (c.p.rank * c.p.slices + slice) * width;
     const int valid = Max(0, Min(num_tokens - first, width));
     Two raw[kEach / 2];
-#pragma unroll
-    for (int j = 0; j < kEach / 2; ++j) {
-      const int column = segment * kSegment + 64 * j + 2 * c.lane;
-      raw[j] = column < width ? g.Finished(slice, column, row + 1) : Two{0.0f, 0.0f};
-    }
+    g.Finished(
+        [&](int j) {
+          const int column = segment * kSegment + 64 * j + 2 * Lane();
+          return g.At(slice, column < width ? column : 0, row + 1);
+        },
+        raw);
     float values[kEach];
     Hand<kEach> hand;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const int column = segment * kSegment + 64 * (j / 2) + 2 * c.lane + j % 2;
+      const int column = segment * kSegment + 64 * (j / 2) + 2 * Lane() + j % 2;
       const float u = (j % 2 ? raw[j / 2].b : raw[j / 2].a) * m.output_multiplier;
       const float value = m.softcap == 0.0f ? u : m.softcap * Tanh(u / m.softcap);
       const bool real = column < valid;
       values[j] = real ? value : -INFINITY;
       hand.left[j] = real ? Ranked::Of(value, uint32_t(column)) : Ranked::Of(-INFINITY, kNoToken);
     }
-    const Ranked best = Rank(c.lane, int(m.candidates), [&] { return hand.First(); }, [&] { hand.Take(); });
+    const Ranked best = Rank(Lane(), int(m.candidates), [&] { return hand.First(); }, [&] { hand.Take(); });
     const float top = __shfl_sync(kAllLanes, best.Value(), 0);
     float sum = 0.0f;
 #pragma unroll
@@ -97,8 +99,8 @@ __device__ __noinline__ void FindCandidates(const Context& c, const Gemm& g, int
       if (top != -INFINITY) sum += Exp(values[j] - top);
     for (int x = 16; x; x /= 2) sum += __shfl_xor_sync(kAllLanes, sum, x);
     const int64_t at = (int64_t(slice) * kRows + row) * segments + segment;
-    if (c.lane < kMaxCandidates) c.Frame<Ranked>(c.p.at.found)[at * kMaxCandidates + c.lane] = best;
-    if (c.lane == 0) c.Frame<float>(c.p.at.found_sums)[at] = sum;
+    if (Lane() < kMaxCandidates) c.Frame<Ranked>(c.p.at.found)[at * kMaxCandidates + Lane()] = best;
+    if (Lane() == 0) c.Frame<float>(c.p.at.found_sums)[at] = sum;
   });
 }
 
@@ -109,10 +111,11 @@ struct FoundShared {
 static_assert(sizeof(FoundShared) <= sizeof(Shared::any), "it lies where GEMMs keep their input");
 
 // The best of every slice here, and its sum of exp(logit - the best), to all ranks. By all threads.
-__device__ __noinline__ void SendCandidates(const Context& c) {
+__device__ __noinline__ void SendCandidates() {
+  const Context& c = TheContext();
   const DraftModel& m = c.p.model;
   const int segments = SegmentsOf(m), rows = c.p.rows - 1, most = int(m.candidates);
-  FoundShared& s = *reinterpret_cast<FoundShared*>(c.shared.any);
+  FoundShared& s = *reinterpret_cast<FoundShared*>(OfBlock().any);
   for (int task = blockIdx.x; task < c.p.slices * rows; task += gridDim.x) {
     const int row = task % rows, slice = task / rows;
     const int64_t first = (int64_t(slice) * kRows + row) * segments;
@@ -121,20 +124,20 @@ __device__ __noinline__ void SendCandidates(const Context& c) {
       s.lists[0][i] = c.Frame<const Ranked>(c.p.at.found)[first * kMaxCandidates + i];
     for (int i = threadIdx.x; i < segments; i += kThreads) s.next[i] = 0;
     __syncthreads();
-    if (c.warp != 0) continue;
+    if (Warp() != 0) continue;
     int from = 0;  // the segment of this lane's first one
     const auto first_left = [&] {
       Ranked best = Ranked::None();
-      for (int i = c.lane; i < segments; i += 32) {
+      for (int i = Lane(); i < segments; i += 32) {
         const Ranked x = s.next[i] < most ? s.lists[i][s.next[i]] : Ranked::None();
         if (x.Before(best)) best = x, from = i;
       }
       return best;
     };
-    const Ranked best = Rank(c.lane, most, first_left, [&] { ++s.next[from]; });
+    const Ranked best = Rank(Lane(), most, first_left, [&] { ++s.next[from]; });
     const float top = __shfl_sync(kAllLanes, best.Value(), 0);
     float sum = 0.0f;
-    for (int i = c.lane; i < segments; i += 32) {
+    for (int i = Lane(); i < segments; i += 32) {
       const float of = c.Frame<const float>(c.p.at.found_sums)[first + i], largest = s.lists[i][0].Value();
       if (largest != -INFINITY) sum += of * Exp(largest - top);
     }
@@ -142,11 +145,11 @@ __device__ __noinline__ void SendCandidates(const Context& c) {
     c.ForRanks(slice, [&](uint8_t* frames, int to) {
       const int64_t at = int64_t(to) * kRows + row;
       const int32_t id = best.id >= kNoToken ? int32_t(m.vocab) : int32_t(best.id + to * (m.vocab / kSlices));
-      if (c.lane < most) {
-        reinterpret_cast<float*>(frames + c.p.at.top_values)[at * kMaxCandidates + c.lane] = best.Value();
-        reinterpret_cast<int32_t*>(frames + c.p.at.top_ids)[at * kMaxCandidates + c.lane] = id;
+      if (Lane() < most) {
+        reinterpret_cast<float*>(frames + c.p.at.top_values)[at * kMaxCandidates + Lane()] = best.Value();
+        reinterpret_cast<int32_t*>(frames + c.p.at.top_ids)[at * kMaxCandidates + Lane()] = id;
       }
-      if (c.lane == 0) reinterpret_cast<float*>(frames + c.p.at.top_sums)[at] = sum;
+      if (Lane() == 0) reinterpret_cast<float*>(frames + c.p.at.top_sums)[at] = sum;
     });
   }
 }
@@ -163,13 +166,13 @@ __device__ inline Ranked MergeSlices(const Context& c, int row) {
   Hand<kEach> hand;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const int i = j * 32 + c.lane, slice = i / kMaxCandidates, n = i % kMaxCandidates;
+    const int i = j * 32 + Lane(), slice = i / kMaxCandidates, n = i % kMaxCandidates;
     const int64_t at = (int64_t(slice) * kRows + row) * kMaxCandidates + n;
     hand.left[j] = n < most ? Ranked::Of(c.Frame<const float>(c.p.at.top_values)[at],
                                          uint32_t(c.Frame<const int32_t>(c.p.at.top_ids)[at]))
                             : Ranked::None();
   }
-  return Rank(c.lane, most, [&] { return hand.First(); }, [&] { hand.Take(); });
+  return Rank(Lane(), most, [&] { return hand.First(); }, [&] { hand.Take(); });
 }
 
 // Log of the candidates' share of all probability.
@@ -198,7 +201,7 @@ __device__ inline void ScorePairs(const Context& c, const DraftParams& p, int ro
   const uint16_t* predecessor = of(p.predecessor, row ? s.tokens[0][before] : anchor);
   const float* gates = c.Frame<const float>(c.p.at.gate) + row * slice;
   float sums[kMaxCandidates] = {};
-  for (int r = 2 * c.lane; r < rank; r += 64) {
+  for (int r = 2 * Lane(); r < rank; r += 64) {
     const float* gate = gates + int64_t(r / slice) * kRows * slice + r % slice;
     const Two of_before = Unpack(*reinterpret_cast<const uint32_t*>(predecessor + r));
     const Two gated{of_before.a * gate[0], of_before.b * gate[1]};
@@ -213,28 +216,29 @@ __device__ inline void ScorePairs(const Context& c, const DraftParams& p, int ro
 #pragma unroll
   for (int i = 0; i < kMaxCandidates; ++i) {
     for (int x = 16; x; x /= 2) sums[i] += __shfl_xor_sync(kAllLanes, sums[i], x);
-    if (c.lane == i) mine = s.unary[i] + sums[i];
+    if (Lane() == i) mine = s.unary[i] + sums[i];
   }
-  if (c.lane < most) p.scores[(int64_t(row) * most + before) * most + c.lane] = mine;
+  if (Lane() < most) p.scores[(int64_t(row) * most + before) * most + Lane()] = mine;
 }
 
 // Tokens, scores and coverage of every position; a block has a position. By all threads.
-__device__ __noinline__ void MakeLattice(const Context& c, const DraftParams& p) {
-  LatticeShared& s = *reinterpret_cast<LatticeShared*>(c.shared.any);
+__device__ __noinline__ void MakeLattice(const DraftParams& p) {
+  const Context& c = TheContext();
+  LatticeShared& s = *reinterpret_cast<LatticeShared*>(OfBlock().any);
   const int most = int(c.p.model.candidates);
   for (int row = blockIdx.x; row < c.p.rows - 1; row += gridDim.x) {
     __syncthreads();
-    if (c.warp < 2 && row + c.warp > 0) {
-      const Ranked best = MergeSlices(c, row - 1 + c.warp);
-      if (c.lane < most) s.tokens[c.warp][c.lane] = best.id;
-      if (c.warp == 1) {
+    if (Warp() < 2 && row + Warp() > 0) {
+      const Ranked best = MergeSlices(c, row - 1 + Warp());
+      if (Lane() < most) s.tokens[Warp()][Lane()] = best.id;
+      if (Warp() == 1) {
         const float coverage = CoverageOf(c, row, best);
-        if (c.lane < most) s.unary[c.lane] = best.Value(), p.tokens[row * most + c.lane] = int32_t(best.id);
-        if (c.lane == 0) p.coverage[row] = coverage;
+        if (Lane() < most) s.unary[Lane()] = best.Value(), p.tokens[row * most + Lane()] = int32_t(best.id);
+        if (Lane() == 0) p.coverage[row] = coverage;
       }
     }
     __syncthreads();
-    if (c.warp < most) ScorePairs(c, p, row, c.warp, s);
+    if (Warp() < most) ScorePairs(c, p, row, Warp(), s);
   }
 }
 

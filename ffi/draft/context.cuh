@@ -20,7 +20,7 @@ inline constexpr int kRows = int(kMaxRows);
 inline constexpr int kWarps = 16, kThreads = 32 * kWarps;
 inline constexpr int kMaxLayers = 16;
 inline constexpr int kMaxCandidates = 16;  // of a position
-inline constexpr int kPiece = 64;          // positions of an attention unit
+inline constexpr int kPiece = 32;          // positions of an attention unit
 inline constexpr int kSegment = 256;       // columns of the head that a warp looks through
 inline constexpr int kMaxSegments = 256;   // of a slice
 
@@ -92,7 +92,7 @@ struct LayerArrays {
   uint16_t *keys, *values;  // rings [heads here][slots][c]: position p has slot p % slots
 };
 
-// What both launches are given.
+// What both launches are given; every block keeps it in shared memory.
 struct Launch {
   DraftModel model;
   Frames at;
@@ -128,14 +128,14 @@ struct CommitParams : Launch {
   const float* hidden_norm;
 };
 
-struct Shared;  // gemm.cuh
+__device__ __forceinline__ int Warp() { return int(threadIdx.x) / 32; }
+__device__ __forceinline__ int Lane() { return int(threadIdx.x) % 32; }
 
+// Of a block, in shared memory: on the stack of each thread it would take the place of everything else in L1.
 struct Context {
-  const Launch& p;
-  Shared& shared;
+  Launch p;
   comm::Waiter waiter;
   comm::Barrier barrier;
-  int warp, lane;
 
   template <typename T>
   __device__ T* Frame(int64_t offset) const {
@@ -144,7 +144,7 @@ struct Context {
   // task(i) for i = 0 .. n - 1, each by one warp of the grid.
   template <typename Task>
   __device__ void ForTasks(int n, const Task& task) const {
-    for (int i = warp * int(gridDim.x) + int(blockIdx.x); i < n; i += kWarps * int(gridDim.x)) task(i);
+    for (int i = Warp() * int(gridDim.x) + int(blockIdx.x); i < n; i += kWarps * int(gridDim.x)) task(i);
   }
   // body(frames, slice there) for every rank that gets the finished values of a slice here.
   template <typename Body>

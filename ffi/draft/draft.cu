@@ -98,6 +98,7 @@ cudaError_t LaunchKernel(void (*kernel)(Params), const Params& params, int block
 const char* Refusal(const DraftModel& m, int64_t layers) {
   if (layers < 1 || layers > kMaxLayers) return "1 to 16 layers";
   if (m.candidates > kMaxCandidates) return "at most 16 candidates of a position";
+  if (m.shape.conv_groups && m.shape.hidden / m.shape.conv_groups % 2) return "convolution groups of even size";
   if (SegmentsOf(m) > kMaxSegments) return "a vocabulary of at most 524,288";
   return "";
 }

@@ -14,19 +14,20 @@
 namespace musejax::draft {
 
 // By all threads; ends with a block barrier.
-__device__ inline Context Begin(const Launch& p, Phase phase) {
-  Shared& shared = *reinterpret_cast<Shared*>(ptx::DynamicShared());
-  const int warp = int(threadIdx.x) / 32;
-  if (threadIdx.x == 0)
-    shared.where = {p.error, p.abort, *p.budget, p.rank, int(blockIdx.x), warp, 0, int(phase)};
+__device__ __forceinline__ Context& Begin(const Launch& p, Phase phase) {
+  Context& c = TheContext();
+  for (int i = threadIdx.x; i < int(sizeof(Launch) / 8); i += kThreads)
+    reinterpret_cast<uint64_t*>(&c.p)[i] = reinterpret_cast<const uint64_t*>(&p)[i];
+  if (threadIdx.x == 0) {
+    OfBlock().where = {p.error, p.abort, *p.budget, p.rank, int(blockIdx.x), 0, 0, int(phase)};
+    c.waiter = {&OfBlock().where};
+    c.barrier.Begin(&c.p.exchange, p.rank, p.ranks, c.waiter, p.passed[blockIdx.x]);
+  }
   __syncthreads();
-  const comm::Waiter waiter{&shared.where};
-  return {p,    shared, waiter, comm::Barrier(p.exchange, p.rank, p.ranks, waiter, p.passed[blockIdx.x]),
-          warp, int(threadIdx.x) % 32};
+  return c;
 }
 
-__device__ inline void End(Context& c) {
-  c.barrier.Wait();
+__device__ __forceinline__ void End(const Context& c) {
   if (threadIdx.x != 0) return;
   c.waiter.Report();
   c.p.passed[blockIdx.x] = c.barrier.passed();
@@ -34,31 +35,37 @@ __device__ inline void End(Context& c) {
 
 // ---- the GEMMs of layer i, in order; from the last layer's on the head ----
 
-enum class Dense { kAttentionConv, kQkv, kOut, kMlpConv, kUp, kDown };
+enum Dense : int { kAttentionConv, kQkv, kOut, kMlpConv, kUp, kDown, kHead };
 
-__device__ __forceinline__ Gemm GemmOf(const Context& c, int i, Dense which) {
-  const DraftShape& s = c.p.model.shape;
+// In shared memory, made by MakeGemms while the layer before runs.
+__device__ __forceinline__ Gemm& GemmOf(int i, Dense which) {
+  return *reinterpret_cast<Gemm*>(OfBlock().gemms[i % 2][which]);
+}
+__device__ __forceinline__ void MakeGemms(const DraftParams& p, int i) {
+  const DraftShape& s = p.model.shape;
   const DraftDenseLayout at(s);
-  const auto gemm = [&](int64_t section, int64_t rows, int64_t k) {
-    return Gemm(c.p.layer[i].dense + section, at.bytes, k, rows, 0, rows, c.p.slices, c.Frame<float>(c.p.at.partial));
+  float* partial = TheContext().Frame<float>(p.at.partial);
+  const auto put = [&](Dense which, int64_t section, int64_t rows, int64_t k) {
+    GemmOf(i, which) = Gemm(p.layer[i].dense + section, at.bytes, k, rows, 0, rows, p.slices, partial);
   };
-  switch (which) {
-    case Dense::kAttentionConv: return gemm(at.attention_conv, s.delta_rows(), s.hidden);
-    case Dense::kQkv: return gemm(at.qkv, s.qkv_rows(), s.hidden);
-    case Dense::kOut: return gemm(at.out, s.hidden_slice(), s.q_width());
-    case Dense::kMlpConv: return gemm(at.mlp_conv, s.delta_rows(), s.hidden);
-    case Dense::kUp: return gemm(at.gate_up, 2 * s.inner_slice(), s.hidden);
-    default: return gemm(at.down, s.hidden_slice(), s.inner);
+  if (i == p.layers) {
+    const int64_t vocab = p.model.vocab / kSlices;
+    if (threadIdx.x == 0)
+      GemmOf(i, kHead) = Gemm(p.lm_head, HeadBytes(p.model.vocab, s.hidden), s.hidden, vocab, 0, vocab, p.slices, partial);
+  } else if (threadIdx.x == 0) {
+    put(kAttentionConv, at.attention_conv, s.delta_rows(), s.hidden);
+    put(kQkv, at.qkv, s.qkv_rows(), s.hidden);
+    put(kOut, at.out, s.hidden_slice(), s.q_width());
+    put(kMlpConv, at.mlp_conv, s.delta_rows(), s.hidden);
+    put(kUp, at.gate_up, 2 * s.inner_slice(), s.hidden);
+    put(kDown, at.down, s.hidden_slice(), s.inner);
   }
 }
-__device__ __forceinline__ Gemm HeadOf(const Context& c, const DraftParams& p) {
-  const int64_t vocab = p.model.vocab / kSlices, k = p.model.shape.hidden;
-  return Gemm(p.lm_head, HeadBytes(p.model.vocab, k), k, vocab, 0, vocab, p.slices, c.Frame<float>(p.at.partial));
-}
-// The first one of a sublayer.
-__device__ __forceinline__ Gemm FirstOf(const Context& c, int i, bool mlp) {
-  if (c.p.model.shape.conv_groups) return GemmOf(c, i, mlp ? Dense::kMlpConv : Dense::kAttentionConv);
-  return GemmOf(c, i, mlp ? Dense::kUp : Dense::kQkv);
+// The first one of a sublayer; of what follows the last layer the head.
+__device__ __forceinline__ const Gemm& FirstOf(const Context& c, int i, bool mlp) {
+  if (i == c.p.layers) return GemmOf(i, kHead);
+  if (c.p.model.shape.conv_groups) return GemmOf(i, mlp ? kMlpConv : kAttentionConv);
+  return GemmOf(i, mlp ? kUp : kQkv);
 }
 
 // ---- between GEMMs ----
@@ -67,13 +74,14 @@ __device__ __forceinline__ Gemm FirstOf(const Context& c, int i, bool mlp) {
 template <typename... Gemms>
 __device__ __forceinline__ void EndMultiply(Context& c, const Gemms&... next) {
   c.barrier.Arrive(false);
-  (Prefetch(c, next), ...);
+  (Prefetch(next), ...);
   c.barrier.Wait();
 }
-// Ends a superstep that wrote to all ranks; the next GEMM's weights set out.
+// Ends a superstep that wrote to all ranks; the next GEMM's weights set out meanwhile.
 __device__ __forceinline__ void EndExchange(Context& c, const Gemm& next) {
   c.barrier.Arrive(true);
-  Start(c, next);
+  Start(next);
+  c.barrier.Wait();
 }
 
 __device__ __forceinline__ Input Stream(const Context& c, const float* gamma, const float* base = nullptr) {
@@ -88,98 +96,102 @@ __device__ __forceinline__ Input Rows(const Context& c, int64_t frame, int64_t w
 __device__ __forceinline__ void Coefficients(Context& c, const Gemm& g, const float* gamma, const Gemm& next) {
   const DraftShape& s = c.p.model.shape;
   if (!s.conv_groups) return;
-  Multiply(c, g, Stream(c, gamma));
+  Multiply(g, Stream(c, gamma));
   EndMultiply(c, next);
-  FinishFloats(c, g, s.delta_rows(), 0, c.p.at.delta);
+  FinishFloats(s.delta_rows(), 0, c.p.at.delta);
   EndExchange(c, next);
 }
 
-__device__ __noinline__ void Attention(Context& c, int i, const Seen& see) {
+__device__ __noinline__ void Attention(int i, int length) {
+  Context& c = TheContext();
   const DraftShape& s = c.p.model.shape;
   const DraftSmallLayout at(s);
   const LayerArrays& layer = c.p.layer[i];
   const float *gamma = layer.small + at.input_norm, *base = s.conv_groups ? layer.small + at.attention_conv : nullptr;
-  const Gemm qkv = GemmOf(c, i, Dense::kQkv), out = GemmOf(c, i, Dense::kOut);
-  Coefficients(c, GemmOf(c, i, Dense::kAttentionConv), gamma, qkv);
-  Multiply(c, qkv, Stream(c, gamma, base));
+  const Gemm &qkv = GemmOf(i, kQkv), &out = GemmOf(i, kOut);
+  Coefficients(c, GemmOf(i, kAttentionConv), gamma, qkv);
+  Multiply(qkv, Stream(c, gamma, base));
   EndMultiply(c, out, FirstOf(c, i, true));
-  FinishHeads(c, qkv, layer.small);
-  EndMultiply(c, GemmOf(c, i, Dense::kUp));
-  Attend(c, layer, see);
+  FinishHeads(layer.small);
+  EndMultiply(c, GemmOf(i, kUp));
+  Attend(i, length);
   c.barrier.Sync(false);
-  MergePieces(c, see);
+  MergePieces(length);
   EndExchange(c, out);
-  Multiply(c, out, Rows(c, c.p.at.o, s.head_dim));
+  Multiply(out, Rows(c, c.p.at.o, s.head_dim));
   EndMultiply(c, FirstOf(c, i, true));
-  FinishBranch(c, out, base);
+  FinishBranch(base);
   EndExchange(c, FirstOf(c, i, true));
 }
 
-__device__ __noinline__ void Mlp(Context& c, int i, const Gemm& after) {
+__device__ __noinline__ void Mlp(int i) {
+  Context& c = TheContext();
   const DraftShape& s = c.p.model.shape;
   const DraftSmallLayout at(s);
   const LayerArrays& layer = c.p.layer[i];
   const float *gamma = layer.small + at.post_norm, *base = s.conv_groups ? layer.small + at.mlp_conv : nullptr;
-  const Gemm up = GemmOf(c, i, Dense::kUp), down = GemmOf(c, i, Dense::kDown);
-  Coefficients(c, GemmOf(c, i, Dense::kMlpConv), gamma, up);
-  Multiply(c, up, Stream(c, gamma, base));
+  const Gemm &up = GemmOf(i, kUp), &down = GemmOf(i, kDown);
+  Coefficients(c, GemmOf(i, kMlpConv), gamma, up);
+  Multiply(up, Stream(c, gamma, base));
   EndMultiply(c, down);
-  FinishUp(c, up);
+  FinishUp();
   EndExchange(c, down);
-  Multiply(c, down, Rows(c, c.p.at.act, s.inner_slice()));
-  EndMultiply(c, after);
-  FinishBranch(c, down, base);
-  EndExchange(c, after);
+  Multiply(down, Rows(c, c.p.at.act, s.inner_slice()));
+  EndMultiply(c, FirstOf(c, i + 1, false));
+  FinishBranch(base);
+  EndExchange(c, FirstOf(c, i + 1, false));
 }
 
 __device__ __noinline__ void Candidates(Context& c, const DraftParams& p) {
   const DraftShape& s = p.model.shape;
-  const Gemm head = HeadOf(c, p);
+  const Gemm head = GemmOf(p.layers, kHead);
   const Gemm selector(p.selector, SelectorBytes(s), s.hidden, s.rank_slice(), 0, s.rank_slice(), p.slices,
                       head.Behind());
-  Multiply(c, head, Stream(c, p.norm));
+  Multiply(head, Stream(c, p.norm));
   if (s.rank) {
-    Start(c, selector);
-    Multiply(c, selector, Stream(c, p.norm));
+    Start(selector);
+    Multiply(selector, Stream(c, p.norm));
   }
   c.barrier.Sync(false);
-  FindCandidates(c, head, p.num_tokens);
-  if (s.rank) FinishFloats(c, selector, s.rank_slice(), 1, p.at.gate);
+  FindCandidates(head, p.num_tokens);
+  if (s.rank) FinishFloats(s.rank_slice(), 1, p.at.gate);
   c.barrier.Sync(false);
-  SendCandidates(c);
+  SendCandidates();
   c.barrier.Sync(true);
-  MakeLattice(c, p);
+  MakeLattice(p);
 }
 
 // ---- the kernels ----
 
 __device__ __forceinline__ void RunDraft(const DraftParams& p) {
-  Context c = Begin(p, kBlock);
-  const Seen see(c, Max(*p.length, 0));
-  Embed(c, p.embedded);
+  Context& c = Begin(p, kBlock);
+  const int length = Max(*p.length, 0);
+  MakeGemms(p, 0);
+  Embed(p.embedded);
   EndExchange(c, FirstOf(c, 0, false));
 #pragma unroll 1
   for (int i = 0; i < p.layers; ++i) {
-    c.waiter.At(i, kBlock);
-    Attention(c, i, see);
-    Mlp(c, i, i + 1 < p.layers ? FirstOf(c, i + 1, false) : HeadOf(c, p));
+    if (threadIdx.x == 0) c.waiter.At(i, kBlock);
+    Attention(i, length);
+    MakeGemms(p, i + 1);
+    Mlp(i);
   }
-  c.waiter.At(p.layers, kCandidates);
+  if (threadIdx.x == 0) c.waiter.At(p.layers, kCandidates);
   Candidates(c, p);
   End(c);
 }
 
 __device__ __forceinline__ void RunCommit(const CommitParams& p) {
-  Context c = Begin(p, kContext);
+  Context& c = Begin(p, kContext);
   const DraftModel& m = p.model;
   const DraftShape& s = m.shape;
   const int start = Max(*p.start, 0), count = Min(Max(*p.count, 0), p.rows);
   const Gemm fc(p.fc, FcBytes(s), s.taps_width(), s.hidden_slice(), 0, s.hidden_slice(), p.slices,
                 c.Frame<float>(p.at.partial));
-  Start(c, fc);
-  Multiply(c, fc, {nullptr, 0, p.taps, nullptr, nullptr, nullptr, count});
+  Start(fc);
+  Multiply(fc, {nullptr, 0, p.taps, nullptr, nullptr, nullptr, count});
   c.barrier.Sync(true);  // all ranks have ended the launch before
-  FinishContext(c, fc, count);
+  FinishContext(count);
   const Input ctx{c.Frame<const uint16_t>(p.at.ctx), int(s.hidden_slice()), nullptr,
                   c.Frame<const float>(p.at.ctx_squares), p.hidden_norm, nullptr, count};
   const auto keys = [&](int i) {  // of layer i, behind those of the layers before it
@@ -189,16 +201,16 @@ __device__ __forceinline__ void RunCommit(const CommitParams& p) {
     g.partial += i * (g.Behind() - g.partial);
     return g;
   };
-  c.barrier.Arrive(true);
+  EndExchange(c, keys(0));
 #pragma unroll 1
   for (int i = 0; i < p.layers; ++i) {
-    Start(c, keys(i));
-    Multiply(c, keys(i), ctx);
+    if (i) Start(keys(i));
+    Multiply(keys(i), ctx);
   }
   c.barrier.Sync(false);
   if (count)
 #pragma unroll 1
-    for (int i = 0; i < p.layers; ++i) FinishKeys(c, keys(i), p.layer[i], start, count);
+    for (int i = 0; i < p.layers; ++i) FinishKeys(keys(i), i, start, count);
   End(c);
 }
 

@@ -1,7 +1,7 @@
 // A GEMM over 16 rows: units of 16 output columns (a row tile of the weight) times one chunk of K, numbered chunk by
-// chunk, of which a block runs a contiguous part. 8 warps multiply, each one range of the chunk; sums of ranges are
-// added ascending here, and those of chunks by whoever reads the result (Finished). So an element has the bits of one
-// sum over K in a fixed order, whoever ran which unit.
+// chunk, of which a block runs a contiguous part, two at a time by 8 warps each, a warp for each range of the chunk. Sums
+// of ranges are added ascending here, and those of chunks by whoever reads the result (Finished). So an element has the
+// bits of one sum over K in a fixed order, whoever ran which unit.
 //
 // Weights pass a ring in shared memory, of which each thread fills and reads its own 16-byte places. The first units
 // are asked for (Start) before the barrier at which the input becomes whole, for weights depend on nothing; and those
@@ -12,24 +12,14 @@
 
 namespace musejax::draft {
 
-inline constexpr int kMultipliers = int(kRanges);  // warps
-inline constexpr int kDepth = 5;                   // units in the ring
+inline constexpr int kTeams = kWarps / int(kRanges);  // units that are multiplied at a time
+inline constexpr int kDepth = 2;                      // units of a team in the ring
 inline constexpr int kMaxSteps = int(kChunk / kRanges / 16);
+inline constexpr int kDenseGemms = 6;  // of a layer
 inline constexpr int kPrefetched = 8;  // units of a block that Prefetch asks for, at most
 
 // A chunk of the input as operands of MMAs: [range][step][lane] of four registers, rows 0 to 7 (two), rows 8 to 15.
 using Operands = uint4[kRanges][kMaxSteps][32];
-
-struct Shared {
-  uint4 ring[kDepth][kRanges][kMaxSteps * 32];
-  union {
-    Operands input;
-    alignas(16) uint8_t any[40960];  // of phases between GEMMs
-  };
-  float sums[2][kRanges][kPartialFloats];
-  float rstd[kRows];
-  comm::Where where;
-};
 
 struct Gemm {
   const uint8_t* weights;  // the section in the first slice here
@@ -58,30 +48,36 @@ struct Gemm {
     const int at = unit % (slices * tiles), slice = at / tiles, tile = first + at % tiles;
     return weights + slice * slice_bytes + (int64_t(ChunkOf(unit)) * all + tile) * kTile * ChunkK() * 2;
   }
-  __device__ float* SumsOf(int unit) const {
-    return partial + (int64_t(unit % (slices * tiles)) * Chunks() + ChunkOf(unit)) * (kRows * 16);
-  }
   // Where sums of another GEMM may begin.
   __device__ float* Behind() const { return partial + int64_t(slices) * tiles * Chunks() * (kRows * 16); }
 
-  // Of a slice, columns `column` and the next (column even) of a row and of the row before it, all chunks added.
-  template <int kCount>
-  __device__ __forceinline__ void Finished(int slice, int column, int row, Two (&out)[kCount]) const {
-    const float* sums = partial + ((int64_t(slice) * tiles + column / 16) * Chunks() * kRows + row) * 16 + column % 16;
+  // Where the sums of columns `column` and the next (column even) of a slice and row are, of the first chunk.
+  __device__ __forceinline__ const float* At(int slice, int column, int row) const {
+    return partial + ((int64_t(slice) * tiles + column / 16) * Chunks() * kRows + row) * 16 + column % 16;
+  }
+  // Chunks added, for kCount of such places at once: what is asked for together comes at one time.
+  template <int kCount, typename Place>
+  __device__ __forceinline__ void Finished(const Place& place, Two (&out)[kCount]) const {
+    constexpr int kAtOnce = 8;  // chunks
+    const float* sums[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = {0.0f, 0.0f};
-#pragma unroll 12
-    for (int chunk = 0; chunk < Chunks(); ++chunk) {
+    for (int i = 0; i < kCount; ++i) sums[i] = place(i), out[i] = {0.0f, 0.0f};
+    for (int begin = 0; begin < Chunks(); begin += kAtOnce) {
+      float2 x[kAtOnce][kCount] = {};
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float2 x = *reinterpret_cast<const float2*>(sums + (chunk * kRows - i) * 16);
-        out[i].a += x.x, out[i].b += x.y;
-      }
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+          if (begin + j < Chunks()) x[j][i] = *reinterpret_cast<const float2*>(sums[i] + (begin + j) * kRows * 16);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out[i].a += x[j][i].x, out[i].b += x[j][i].y;
     }
   }
   __device__ __forceinline__ Two Finished(int slice, int column, int row) const {
     Two out[1];
-    Finished(slice, column, row, out);
+    Finished([&](int) { return At(slice, column, row); }, out);
     return out[0];
   }
 };
@@ -98,11 +94,31 @@ struct Input {
   int count;                    // rows; the others are zeros
 };
 
+struct Shared {
+  uint4 ring[kDepth][kWarps][kMaxSteps * 32];
+  union {
+    Operands input;
+    alignas(16) uint8_t any[40960];  // of phases between GEMMs
+  };
+  float sums[kTeams][2][kRanges][kPartialFloats];
+  float rstd[kRows];
+  comm::Where where;
+  alignas(8) uint8_t context[sizeof(Context)];
+  alignas(8) uint8_t gemm[sizeof(Gemm)], input_of[sizeof(Input)];  // at hand
+  alignas(8) uint8_t gemms[2][kDenseGemms + 1][sizeof(Gemm)];      // of even and odd layers; then the head
+};
+// Found anew at each use, so that the compiler sees which memory it is.
+__device__ __forceinline__ Shared& OfBlock() { return *reinterpret_cast<Shared*>(ptx::DynamicShared()); }
+__device__ __forceinline__ Context& TheContext() { return *reinterpret_cast<Context*>(OfBlock().context); }
+// The GEMM at hand: the one multiplied last.
+__device__ __forceinline__ Gemm& TheGemm() { return *reinterpret_cast<Gemm*>(OfBlock().gemm); }
+__device__ __forceinline__ Input& TheInput() { return *reinterpret_cast<Input*>(OfBlock().input_of); }
+
 // 1 / rms of every row, into shared memory; a warp has a row. Needs a block barrier after it.
 __device__ __forceinline__ void NormRows(const Context& c, const float* squares) {
   constexpr int kAtOnce = 16;
   const int leaves = LeavesOf(c.p.model);
-  const float* of = squares + (c.warp * int(kSlices) + c.lane % int(kSlices)) * leaves;
+  const float* of = squares + (Warp() * int(kSlices) + Lane() % int(kSlices)) * leaves;
   float slice = 0.0f, total = 0.0f;
   for (int begin = 0; begin < leaves; begin += kAtOnce) {
     float leaf[kAtOnce];
@@ -112,7 +128,7 @@ __device__ __forceinline__ void NormRows(const Context& c, const float* squares)
     for (int i = 0; i < kAtOnce; ++i) slice += leaf[i];
   }
   for (int s = 0; s < int(kSlices); ++s) total += __shfl_sync(kAllLanes, slice, s);
-  if (c.lane == 0) c.shared.rstd[c.warp] = Rstd(total, int(c.p.model.shape.hidden), c.p.model.eps);
+  if (Lane() == 0) OfBlock().rstd[Warp()] = Rstd(total, int(c.p.model.shape.hidden), c.p.model.eps);
 }
 
 // Base kernel [tap][hidden] of a side of a convolution, of two columns: for the row itself and for the one before.
@@ -124,34 +140,30 @@ __device__ __forceinline__ Taps TapsOf(const DraftShape& s, const float* base, i
   const float2 before = *reinterpret_cast<const float2*>(base + s.hidden + column);
   return {{own.x, own.y}, {before.x, before.y}};
 }
-// Where the coefficients of two columns, `column` of a slice and the next, are in every row for side `side`.
+// Where the coefficients of a column's group in a slice are in every row, for side `side`.
 struct Deltas {
   const float* first;  // of row 0
-  int a, b, groups, stride;
+  int groups, stride;
   __device__ __forceinline__ Deltas(const Context& c, int side, int slice, int column) {
     const DraftShape& s = c.p.model.shape;
     groups = int(s.groups_slice()), stride = int(s.delta_rows());
-    const int size = int(s.hidden_slice()) / groups;
-    a = column / size, b = (column + 1) / size;
-    first = c.Frame<const float>(c.p.at.delta) + slice * kRows * stride + side * 2 * groups;
+    first = c.Frame<const float>(c.p.at.delta) + slice * kRows * stride + side * 2 * groups +
+            column / (int(s.hidden_slice()) / groups);
   }
-  __device__ __forceinline__ Taps Of(int row) const {
-    const float* of = first + row * stride;
-    return {{of[a], of[b]}, {of[groups + a], of[groups + b]}};
-  }
+  __device__ __forceinline__ float Own(int row) const { return first[row * stride]; }
+  __device__ __forceinline__ float Before(int row) const { return first[row * stride + groups]; }
 };
-// Two columns through a convolution; before: those of the row before, zeros for the first.
-__device__ __forceinline__ Two Convolved(const Taps& base, const Taps& delta, Two own, Two before) {
-  return Rounded({(base.own.a + delta.own.a) * own.a + (base.before.a + delta.before.a) * before.a,
-                  (base.own.b + delta.own.b) * own.b + (base.before.b + delta.before.b) * before.b});
+// Two columns of a group through a convolution; before: those of the row before, zeros for the first.
+__device__ __forceinline__ Two Convolved(const Taps& base, float delta_own, float delta_before, Two own, Two before) {
+  return Rounded({(base.own.a + delta_own) * own.a + (base.before.a + delta_before) * before.a,
+                  (base.own.b + delta_own) * own.b + (base.before.b + delta_before) * before.b});
 }
 
 // Chunk `chunk` of the input, columns 2i and 2i + 1 by thread i. By all threads, between block barriers. What comes
 // from far away is asked for first, all of it.
 __device__ __forceinline__ void LoadInput(const Context& c, const Input& in, int k, int chunk) {
-  constexpr int kAtOnce = 8;  // rows whose coefficients are asked for at a time
   const int chunk_k = int(Chunk(k)), column = 2 * int(threadIdx.x), at = chunk * chunk_k + column;
-  const bool mine = column < chunk_k;
+  const bool mine = column < chunk_k, convolved = mine && in.base;
   const int part = mine && !in.floats ? at / in.width : 0, within = mine && !in.floats ? at % in.width : at;
   uint32_t x[kRows];
 #pragma unroll
@@ -165,49 +177,65 @@ __device__ __forceinline__ void LoadInput(const Context& c, const Input& in, int
       x[row] = *reinterpret_cast<const uint32_t*>(in.rows + (int64_t(part) * kRows + row) * in.width + within);
     }
   }
+  float own[kRows] = {}, before[kRows] = {};
+  if (convolved) {
+    const Deltas deltas(c, 0, part, within);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      if (row < in.count) own[row] = deltas.Own(row), before[row] = deltas.Before(row);
+  }
   Two gain{1.0f, 1.0f};
   Taps base{};
   if (mine && in.gamma) gain = {in.gamma[at], in.gamma[at + 1]};
-  if (mine && in.base) base = TapsOf(c.p.model.shape, in.base, at);
+  if (convolved) base = TapsOf(c.p.model.shape, in.base, at);
   if (in.gamma) NormRows(c, in.squares);
   __syncthreads();
   if (!mine) return;
   const int range_k = chunk_k / int(kRanges), range = column / range_k, step = column % range_k / 16, kk = column % 16;
-  uint32_t* registers = reinterpret_cast<uint32_t*>(&c.shared.input[range][step][kk % 8 / 2]) + kk / 8;
-  Two before{0.0f, 0.0f};
+  uint32_t* registers = reinterpret_cast<uint32_t*>(&OfBlock().input[range][step][kk % 8 / 2]) + kk / 8;
+  Two last{0.0f, 0.0f};
 #pragma unroll
-  for (int first = 0; first < kRows; first += kAtOnce) {
-    Taps delta[kAtOnce] = {};
-    if (in.base) {
-      const Deltas deltas(c, 0, part, within);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < in.count) delta[i] = deltas.Of(first + i);
+  for (int row = 0; row < kRows; ++row) {
+    Two v = Unpack(x[row]);
+    if (in.gamma) {
+      const float rstd = OfBlock().rstd[row];
+      v = Rounded({v.a * rstd * gain.a, v.b * rstd * gain.b});
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int row = first + i;
-      Two v = Unpack(x[row]);
-      if (in.gamma) {
-        const float rstd = c.shared.rstd[row];
-        v = Rounded({v.a * rstd * gain.a, v.b * rstd * gain.b});
-      }
-      if (in.base) {
-        const Two own = v;
-        v = Convolved(base, delta[i], own, before);
-        before = own;
-      }
-      registers[row % 8 * 16 + row / 8 * 2] = PackBf16(v.a, v.b);
+    if (convolved) {
+      const Two plain = v;
+      v = Convolved(base, own[row], before[row], plain, last);
+      last = plain;
     }
+    registers[row % 8 * 16 + row / 8 * 2] = PackBf16(v.a, v.b);
   }
 }
 
-// Asks for this thread's part of unit number `turn` of the block; a group, even if there is none.
-__device__ __forceinline__ void Load(const Context& c, const Gemm& g, int turn) {
-  const int unit = g.Begin() + turn, steps = g.ChunkK() / int(kRanges) / 16;
-  if (unit < g.End()) {
-    const uint4* from = reinterpret_cast<const uint4*>(g.WeightsOf(unit)) + c.warp * steps * 32 + c.lane;
-    uint4* to = c.shared.ring[turn % kDepth][c.warp] + c.lane;
+__device__ __forceinline__ int Team() { return Warp() / int(kRanges); }
+
+// A unit of a GEMM, known by its parts: a division would take longer than its product.
+struct Unit {
+  int number, chunk, slice, tile;
+  __device__ __forceinline__ Unit(const Gemm& g, int number) : number(number), chunk(g.ChunkOf(number)) {
+    const int at = number - chunk * g.slices * g.tiles;
+    slice = at / g.tiles, tile = at - slice * g.tiles;
+  }
+  __device__ __forceinline__ void Advance(const Gemm& g, int by) {
+    number += by, tile += by;
+    while (tile >= g.tiles) {
+      tile -= g.tiles;
+      if (++slice == g.slices) slice = 0, ++chunk;
+    }
+  }
+};
+
+// Asks for this thread's part of a unit, for place `place` of the ring; a group of copies, even if there is none.
+__device__ __forceinline__ void Load(const Gemm& g, const Unit& unit, int place) {
+  const int chunk_k = g.ChunkK(), steps = chunk_k / int(kRanges) / 16;
+  if (unit.number < g.End()) {
+    const uint8_t* tile = g.weights + unit.slice * g.slice_bytes +
+                          (int64_t(unit.chunk) * g.all + g.first + unit.tile) * kTile * chunk_k * 2;
+    const uint4* from = reinterpret_cast<const uint4*>(tile) + Warp() % int(kRanges) * steps * 32 + Lane();
+    uint4* to = OfBlock().ring[place][Warp()] + Lane();
 #pragma unroll
     for (int j = 0; j < kMaxSteps; ++j)
       if (j < steps) ptx::CpAsync16(to + j * 32, from + j * 32);
@@ -216,58 +244,73 @@ __device__ __forceinline__ void Load(const Context& c, const Gemm& g, int turn) 
 }
 
 // Asks for the first units of a GEMM, which is the next one to be multiplied.
-__device__ __forceinline__ void Start(const Context& c, const Gemm& g) {
-  if (c.warp < kMultipliers)
-    for (int turn = 0; turn < kDepth; ++turn) Load(c, g, turn);
+__device__ __forceinline__ void Start(const Gemm& g) {
+  Unit unit(g, g.Begin() + Team());
+  for (int place = 0; place < kDepth; ++place, unit.Advance(g, kTeams)) Load(g, unit, place);
 }
 
 // Brings the block's first units into L2; by one warp.
-__device__ __forceinline__ void Prefetch(const Context& c, const Gemm& g) {
-  const int unit = g.Begin() + c.lane;
-  if (c.warp == kWarps - 1 && c.lane < kPrefetched && unit < g.End())
+__device__ __forceinline__ void Prefetch(const Gemm& g) {
+  const int unit = g.Begin() + Lane();
+  if (Warp() == kWarps - 1 && Lane() < kPrefetched && unit < g.End())
     ptx::CpAsyncBulkPrefetchL2(g.WeightsOf(unit), uint32_t(kTile) * g.ChunkK() * 2);
 }
 
-// Sums of one unit. By a warp that multiplies.
-__device__ __forceinline__ void MultiplyUnit(const Context& c, const Gemm& g, int turn) {
-  const int steps = g.ChunkK() / int(kRanges) / 16;
-  float (*sums)[kPartialFloats] = c.shared.sums[turn % 2];
-  const uint4* weights = c.shared.ring[turn % kDepth][c.warp] + c.lane;
+// Sums of a team's unit of the chunk at hand.
+__device__ __forceinline__ void MultiplyUnit(const Gemm& g, const Unit& unit, int turn) {
+  const int steps = g.ChunkK() / int(kRanges) / 16, range = Warp() % int(kRanges);
+  float (*sums)[kPartialFloats] = OfBlock().sums[Team()][turn % 2];
+  const uint4* weights = OfBlock().ring[turn % kDepth][Warp()] + Lane();
   float d[2][4] = {};
-  ptx::CpAsyncWait<kDepth - 1>();
 #pragma unroll
   for (int j = 0; j < kMaxSteps; ++j) {
     if (j >= steps) break;
-    const uint4 w = weights[j * 32], b = c.shared.input[c.warp][j][c.lane];
+    const uint4 w = weights[j * 32], b = OfBlock().input[range][j][Lane()];
     const uint32_t a[4] = {w.x, w.y, w.z, w.w};
     ptx::MmaM16N8K16Bf16(d[0], a, b.x, b.y);
     ptx::MmaM16N8K16Bf16(d[1], a, b.z, b.w);
   }
-  StoreSums(sums[c.warp], d, c.lane);
-  Load(c, g, turn + kDepth);
-  ptx::BarSync(1, 32 * kMultipliers);  // by the next one but one these sums have been read
-  const int i = int(threadIdx.x);
+  StoreSums(sums[range], d, Lane());
+}
+// Adds the ranges' sums. By the next turn but one these have been read.
+__device__ __forceinline__ void AddRanges(const Gemm& g, const Unit& unit, int turn) {
+  float (*sums)[kPartialFloats] = OfBlock().sums[Team()][turn % 2];
+  const int i = int(threadIdx.x) % (32 * int(kRanges));
   float sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < kRanges; ++r) sum += sums[r][i / 16 * kPartialStride + i % 16];
-  g.SumsOf(g.Begin() + turn)[i] = sum;
+  const int64_t at = int64_t(unit.slice * g.tiles + unit.tile) * g.Chunks() + unit.chunk;
+  g.partial[at * (kRows * 16) + i] = sum;
 }
 
-// All units of this block, after the barrier at hand; started before. By all threads.
-__device__ __noinline__ void Multiply(Context& c, const Gemm& given, const Input& in) {
-  const Gemm g = given;
-  const int begin = g.Begin(), end = g.End();
-  c.barrier.Wait();
-  for (int unit = begin; unit < end;) {
-    const int chunk = g.ChunkOf(unit), last = Min(end, (chunk + 1) * g.slices * g.tiles);
+__device__ __noinline__ void MultiplyUnits() {
+  const int begin = TheGemm().Begin(), end = TheGemm().End();
+  Unit mine(TheGemm(), begin + Team()), ahead = mine;
+  ahead.Advance(TheGemm(), kDepth * kTeams);
+  int turn = 0;
+  for (int first = begin, chunk = TheGemm().ChunkOf(begin); first < end; ++chunk) {
     __syncthreads();
-    LoadInput(c, in, g.k, chunk);
+    LoadInput(TheContext(), TheInput(), TheGemm().k, chunk);
     __syncthreads();
-    if (c.warp < kMultipliers)
+    const Gemm g = TheGemm();  // not before: registers are what LoadInput needs
+    first = Min(end, (chunk + 1) * g.slices * g.tiles);
 #pragma unroll 1
-      for (int u = unit; u < last; ++u) MultiplyUnit(c, g, u - begin);
-    unit = last;
+    for (; mine.number < first; mine.Advance(g, kTeams), ahead.Advance(g, kTeams), ++turn) {
+      ptx::CpAsyncWait<kDepth - 1>();
+      MultiplyUnit(g, mine, turn);
+      Load(g, ahead, turn % kDepth);
+      ptx::BarSync(1 + Team(), 32 * kRanges);
+      AddRanges(g, mine, turn);
+    }
   }
+}
+
+// All units of this block, which were started before; the input is whole. By all threads.
+__device__ __forceinline__ void Multiply(const Gemm& g, const Input& in) {
+  __syncthreads();
+  if (threadIdx.x == 0) TheGemm() = g, TheInput() = in;
+  __syncthreads();
+  MultiplyUnits();
 }
 
 }  // namespace musejax::draft
