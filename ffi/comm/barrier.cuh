@@ -27,7 +27,7 @@ class Barrier {
     exchange_ = exchange, rank_ = rank, ranks_ = ranks, waiter_ = waiter, passed_ = passed;
   }
   // By all threads. What follows until Wait may not depend on other blocks, nor touch what they read.
-  __device__ __forceinline__ void Arrive(bool all_ranks) {
+  __device__ void Arrive(bool all_ranks) {
     __syncthreads();
     if (threadIdx.x != 0) return;
     ++passed_.all, passed_.exchanges += all_ranks;
@@ -39,7 +39,7 @@ class Barrier {
     for (int r = 0; r < ranks_; ++r) ptx::StRelaxed<Scope::kSys>(Memory(r) + 32 + rank_, passed_.exchanges);
   }
   // By all threads.
-  __device__ __forceinline__ void Wait() {
+  __device__ void Wait() {
     if (threadIdx.x < 32) {
       __syncwarp();
       const uint32_t* word = Memory(rank_) + (all_ranks_ ? 32 + threadIdx.x % ranks_ : 0);
@@ -53,7 +53,6 @@ class Barrier {
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void Sync(bool all_ranks) { Arrive(all_ranks), Wait(); }
   __device__ Passed passed() const { return passed_; }
 
  private:

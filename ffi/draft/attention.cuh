@@ -146,7 +146,7 @@ __device__ __forceinline__ void AddValues(const Context& c, const Scores& scores
       const Two taken = Unpack(high[step][r]);
       low[step][r] = PackBf16(p[0] - taken.a, p[1] - taken.b);
     }
-#pragma unroll 4
+#pragma unroll 2
   for (int channel = half * width / 2; channel < (half + 1) * width / 2; channel += 8) {
     float o[4] = {};
 #pragma unroll
@@ -172,12 +172,12 @@ __device__ __noinline__ void Attend(int layer_number, int length) {
   for (int unit = blockIdx.x; unit < heads * pieces; unit += gridDim.x) {
     const int kv = unit / pieces, n = unit % pieces, piece = see.FirstPiece() + n;
     const int half = Warp() % 2, last = (kv + 1) * group;
-    int head = kv * group + Warp() / 2;
-    uint32_t q[kMaxHead / 16][4];
-    if (head < last) LoadQueries(c, head, q);
     LoadPiece(c, layer, see, kv, piece, s);
-    for (; head < last; head += kWarps / 2) {
+#pragma unroll 1
+    for (int head = kv * group + Warp() / 2; head < last; head += kWarps / 2) {
       const int64_t at = (int64_t(head) * pieces + n) * kRows;
+      uint32_t q[kMaxHead / 16][4];
+      LoadQueries(c, head, q);
       Scores scores;
       scores.Multiply(c, q, s);
       scores.Weigh(c, see, piece);
@@ -188,7 +188,6 @@ __device__ __noinline__ void Attend(int layer_number, int length) {
           c.Frame<float>(c.p.at.part_most)[at + Lane() / 4 + 8 * i] = scores.most[i];
           c.Frame<float>(c.p.at.part_sum)[at + Lane() / 4 + 8 * i] = scores.sum[i];
         }
-      if (head + kWarps / 2 < last) LoadQueries(c, head + kWarps / 2, q);
     }
     __syncthreads();
   }
@@ -196,7 +195,7 @@ __device__ __noinline__ void Attend(int layer_number, int length) {
 
 // o = r(sum of parts / sum of weights), to all ranks.
 __device__ __noinline__ void MergePieces(int length) {
-  constexpr int kAtOnce = 8;  // parts that are asked for at a time
+  constexpr int kAtOnce = 16;  // parts that are asked for at a time
   const Context& c = TheContext();
   const Seen see(c, length);
   const DraftShape& s = c.p.model.shape;
@@ -210,29 +209,32 @@ __device__ __noinline__ void MergePieces(int length) {
     float largest = -INFINITY;
     for (int n = Lane(); n < pieces; n += 32) largest = fmaxf(largest, most[n * kRows]);
     for (int x = 16; x; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, x));
-    float sum = 0.0f;
-    Two low{0.0f, 0.0f}, high{0.0f, 0.0f};
-    for (int begin = 0; begin < pieces; begin += 32) {
-      const int mine = Min(begin + Lane(), pieces - 1), end = Min(32, pieces - begin);
-      const float weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
-      for (int from = 0; from < end; from += kAtOnce) {
-        Two first[kAtOnce] = {}, second[kAtOnce] = {};
+    HeadRow o{};
+#pragma unroll 1
+    for (int half = 0; half < CeilDiv(width, 64); ++half) {
+      float sum = 0.0f;
+      Two total{0.0f, 0.0f};
+      for (int begin = 0; begin < pieces; begin += kAtOnce) {
+        const int mine = begin + Lane() % kAtOnce;
+        float weight_of = 0.0f, part_of = 0.0f;
+        Two part[kAtOnce] = {};
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n)
+          if (begin + n < pieces && Has(width)) {
+            const float2 x =
+                *reinterpret_cast<const float2*>(parts + int64_t(begin + n) * kRows * width + 64 * half);
+            part[n] = {x.x, x.y};
+          }
+        if (mine < pieces) weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
-          const float* part = parts + int64_t(begin + from + n) * kRows * width;
-          if (from + n < end && Has(width)) first[n] = {part[0], part[1]};
-          if (from + n < end && width > 64) second[n] = {part[64], part[65]};
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          const float weight = from + n < end ? __shfl_sync(kAllLanes, weight_of, from + n) : 0.0f;
-          sum += from + n < end ? __shfl_sync(kAllLanes, part_of, from + n) : 0.0f;
-          low = {low.a + weight * first[n].a, low.b + weight * first[n].b};
-          high = {high.a + weight * second[n].a, high.b + weight * second[n].b};
+          const float weight = __shfl_sync(kAllLanes, weight_of, n);
+          sum += __shfl_sync(kAllLanes, part_of, n);
+          total = {total.a + weight * part[n].a, total.b + weight * part[n].b};
         }
       }
+      (half ? o.high : o.low) = {total.a / sum, total.b / sum};
     }
-    const HeadRow o{{low.a / sum, low.b / sum}, {high.a / sum, high.b / sum}};
     c.ForRanks(head / heads, [&](uint8_t* frames, int to) {
       const int64_t number = int64_t(to) * heads + head % heads;
       StoreHead(c, reinterpret_cast<uint16_t*>(frames + c.p.at.o) + (number * kRows + row) * width, o);

@@ -35,24 +35,30 @@ __device__ __forceinline__ void End(const Context& c) {
 
 // ---- the GEMMs of layer i, in order; from the last layer's on the head ----
 
-enum Dense : int { kAttentionConv, kQkv, kOut, kMlpConv, kUp, kDown, kHead };
+enum Dense : int { kAttentionConv, kQkv, kOut, kMlpConv, kUp, kDown, kHead, kSelector };
 
 // In shared memory, made by MakeGemms while the layer before runs.
 __device__ __forceinline__ Gemm& GemmOf(int i, Dense which) {
   return *reinterpret_cast<Gemm*>(OfBlock().gemms[i % 2][which]);
+}
+__device__ __noinline__ void PutGemm(Gemm* to, const uint8_t* weights, int64_t slice_bytes, int64_t k, int64_t all_rows,
+                                     int64_t first_row, int64_t rows, int slices, float* partial) {
+  *to = Gemm(weights, slice_bytes, k, all_rows, first_row, rows, slices, partial);
 }
 __device__ __forceinline__ void MakeGemms(const DraftParams& p, int i) {
   const DraftShape& s = p.model.shape;
   const DraftDenseLayout at(s);
   float* partial = TheContext().Frame<float>(p.at.partial);
   const auto put = [&](Dense which, int64_t section, int64_t rows, int64_t k) {
-    GemmOf(i, which) = Gemm(p.layer[i].dense + section, at.bytes, k, rows, 0, rows, p.slices, partial);
+    PutGemm(&GemmOf(i, which), p.layer[i].dense + section, at.bytes, k, rows, 0, rows, p.slices, partial);
   };
+  if (threadIdx.x != 0) return;
   if (i == p.layers) {
-    const int64_t vocab = p.model.vocab / kSlices;
-    if (threadIdx.x == 0)
-      GemmOf(i, kHead) = Gemm(p.lm_head, HeadBytes(p.model.vocab, s.hidden), s.hidden, vocab, 0, vocab, p.slices, partial);
-  } else if (threadIdx.x == 0) {
+    const int64_t vocab = p.model.vocab / kSlices, rank = s.rank_slice();
+    Gemm& head = GemmOf(i, kHead);
+    PutGemm(&head, p.lm_head, HeadBytes(p.model.vocab, s.hidden), s.hidden, vocab, 0, vocab, p.slices, partial);
+    PutGemm(&GemmOf(i, kSelector), p.selector, SelectorBytes(s), s.hidden, rank, 0, rank, p.slices, head.Behind());
+  } else {
     put(kAttentionConv, at.attention_conv, s.delta_rows(), s.hidden);
     put(kQkv, at.qkv, s.qkv_rows(), s.hidden);
     put(kOut, at.out, s.hidden_slice(), s.q_width());
@@ -69,19 +75,26 @@ __device__ __forceinline__ const Gemm& FirstOf(const Context& c, int i, bool mlp
 }
 
 // ---- between GEMMs ----
+//
+// Functions of their own, which find their arguments in shared memory: an SM caches about 128 KB of instructions, and a
+// layer passes here 14 times.
+
+__device__ __noinline__ void Arrive(bool all_ranks) { TheContext().barrier.Arrive(all_ranks); }
+__device__ __noinline__ void Wait() { TheContext().barrier.Wait(); }
+__device__ __forceinline__ void Sync(bool all_ranks) { Arrive(all_ranks), Wait(); }
 
 // Ends a GEMM; what the next ones need comes into L2 meanwhile.
 template <typename... Gemms>
-__device__ __forceinline__ void EndMultiply(Context& c, const Gemms&... next) {
-  c.barrier.Arrive(false);
-  (Prefetch(next), ...);
-  c.barrier.Wait();
+__device__ __forceinline__ void EndMultiply(const Gemms&... next) {
+  Arrive(false);
+  (Prefetch(&next), ...);
+  Wait();
 }
 // Ends a superstep that wrote to all ranks; the next GEMM's weights set out meanwhile.
-__device__ __forceinline__ void EndExchange(Context& c, const Gemm& next) {
-  c.barrier.Arrive(true);
-  Start(next);
-  c.barrier.Wait();
+__device__ __forceinline__ void EndExchange(const Gemm& next) {
+  Arrive(true);
+  Start(&next);
+  Wait();
 }
 
 __device__ __forceinline__ Input Stream(const Context& c, const float* gamma, const float* base = nullptr) {
@@ -97,9 +110,9 @@ __device__ __forceinline__ void Coefficients(Context& c, const Gemm& g, const fl
   const DraftShape& s = c.p.model.shape;
   if (!s.conv_groups) return;
   Multiply(g, Stream(c, gamma));
-  EndMultiply(c, next);
+  EndMultiply(next);
   FinishFloats(s.delta_rows(), 0, c.p.at.delta);
-  EndExchange(c, next);
+  EndExchange(next);
 }
 
 __device__ __noinline__ void Attention(int i, int length) {
@@ -111,17 +124,17 @@ __device__ __noinline__ void Attention(int i, int length) {
   const Gemm &qkv = GemmOf(i, kQkv), &out = GemmOf(i, kOut);
   Coefficients(c, GemmOf(i, kAttentionConv), gamma, qkv);
   Multiply(qkv, Stream(c, gamma, base));
-  EndMultiply(c, out, FirstOf(c, i, true));
+  EndMultiply(out, FirstOf(c, i, true));
   FinishHeads(layer.small);
-  EndMultiply(c, GemmOf(i, kUp));
+  EndMultiply(GemmOf(i, kUp));
   Attend(i, length);
-  c.barrier.Sync(false);
+  Sync(false);
   MergePieces(length);
-  EndExchange(c, out);
+  EndExchange(out);
   Multiply(out, Rows(c, c.p.at.o, s.head_dim));
-  EndMultiply(c, FirstOf(c, i, true));
+  EndMultiply(FirstOf(c, i, true));
   FinishBranch(base);
-  EndExchange(c, FirstOf(c, i, true));
+  EndExchange(FirstOf(c, i, true));
 }
 
 __device__ __noinline__ void Mlp(int i) {
@@ -133,31 +146,30 @@ __device__ __noinline__ void Mlp(int i) {
   const Gemm &up = GemmOf(i, kUp), &down = GemmOf(i, kDown);
   Coefficients(c, GemmOf(i, kMlpConv), gamma, up);
   Multiply(up, Stream(c, gamma, base));
-  EndMultiply(c, down);
+  EndMultiply(down);
   FinishUp();
-  EndExchange(c, down);
+  EndExchange(down);
   Multiply(down, Rows(c, c.p.at.act, s.inner_slice()));
-  EndMultiply(c, FirstOf(c, i + 1, false));
+  EndMultiply(FirstOf(c, i + 1, false));
   FinishBranch(base);
-  EndExchange(c, FirstOf(c, i + 1, false));
+  EndExchange(FirstOf(c, i + 1, false));
 }
 
 __device__ __noinline__ void Candidates(Context& c, const DraftParams& p) {
   const DraftShape& s = p.model.shape;
-  const Gemm head = GemmOf(p.layers, kHead);
-  const Gemm selector(p.selector, SelectorBytes(s), s.hidden, s.rank_slice(), 0, s.rank_slice(), p.slices,
-                      head.Behind());
+  const Gemm &head = GemmOf(p.layers, kHead), &selector = GemmOf(p.layers, kSelector);
   Multiply(head, Stream(c, p.norm));
   if (s.rank) {
-    Start(selector);
+    __syncthreads();
+    Start(&selector);
     Multiply(selector, Stream(c, p.norm));
   }
-  c.barrier.Sync(false);
+  Sync(false);
   FindCandidates(head, p.num_tokens);
   if (s.rank) FinishFloats(s.rank_slice(), 1, p.at.gate);
-  c.barrier.Sync(false);
+  Sync(false);
   SendCandidates();
-  c.barrier.Sync(true);
+  Sync(true);
   MakeLattice(p);
 }
 
@@ -168,7 +180,7 @@ __device__ __forceinline__ void RunDraft(const DraftParams& p) {
   const int length = Max(*p.length, 0);
   MakeGemms(p, 0);
   Embed(p.embedded);
-  EndExchange(c, FirstOf(c, 0, false));
+  EndExchange(FirstOf(c, 0, false));
 #pragma unroll 1
   for (int i = 0; i < p.layers; ++i) {
     if (threadIdx.x == 0) c.waiter.At(i, kBlock);
@@ -186,31 +198,40 @@ __device__ __forceinline__ void RunCommit(const CommitParams& p) {
   const DraftModel& m = p.model;
   const DraftShape& s = m.shape;
   const int start = Max(*p.start, 0), count = Min(Max(*p.count, 0), p.rows);
-  const Gemm fc(p.fc, FcBytes(s), s.taps_width(), s.hidden_slice(), 0, s.hidden_slice(), p.slices,
-                c.Frame<float>(p.at.partial));
-  Start(fc);
+  Gemm &fc = GemmOf(0, kAttentionConv), &keys = GemmOf(0, kQkv);
+  if (threadIdx.x == 0)
+    PutGemm(&fc, p.fc, FcBytes(s), s.taps_width(), s.hidden_slice(), 0, s.hidden_slice(), p.slices,
+            c.Frame<float>(p.at.partial));
+  __syncthreads();
+  Start(&fc);
   Multiply(fc, {nullptr, 0, p.taps, nullptr, nullptr, nullptr, count});
-  c.barrier.Sync(true);  // all ranks have ended the launch before
+  Sync(true);  // all ranks have ended the launch before
   FinishContext(count);
   const Input ctx{c.Frame<const uint16_t>(p.at.ctx), int(s.hidden_slice()), nullptr,
                   c.Frame<const float>(p.at.ctx_squares), p.hidden_norm, nullptr, count};
-  const auto keys = [&](int i) {  // of layer i, behind those of the layers before it
+  const auto put = [&](int i) {  // keys of layer i, whose sums come behind those of the layers before it
     const int64_t rows = 2 * s.kv_rows();
-    Gemm g(p.layer[i].dense + DraftDenseLayout(s).qkv, DraftDenseLayout(s).bytes, s.hidden, s.qkv_rows(), s.q_rows(),
-           rows, p.slices, c.Frame<float>(p.at.partial));
-    g.partial += i * (g.Behind() - g.partial);
-    return g;
+    if (threadIdx.x == 0) {
+      PutGemm(&keys, p.layer[i].dense + DraftDenseLayout(s).qkv, DraftDenseLayout(s).bytes, s.hidden, s.qkv_rows(),
+              s.q_rows(), rows, p.slices, c.Frame<float>(p.at.partial));
+      keys.partial += i * (keys.Behind() - keys.partial);
+    }
+    __syncthreads();
   };
-  EndExchange(c, keys(0));
+  put(0);
+  EndExchange(keys);
 #pragma unroll 1
   for (int i = 0; i < p.layers; ++i) {
-    if (i) Start(keys(i));
-    Multiply(keys(i), ctx);
+    if (i) put(i), Start(&keys);
+    Multiply(keys, ctx);
   }
-  c.barrier.Sync(false);
+  Sync(false);
   if (count)
 #pragma unroll 1
-    for (int i = 0; i < p.layers; ++i) FinishKeys(keys(i), i, start, count);
+    for (int i = 0; i < p.layers; ++i, __syncthreads()) {
+      put(i);
+      FinishKeys(keys, i, start, count);
+    }
   End(c);
 }
 

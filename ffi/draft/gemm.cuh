@@ -24,8 +24,9 @@ using Operands = uint4[kRanges][kMaxSteps][32];
 struct Gemm {
   const uint8_t* weights;  // the section in the first slice here
   int64_t slice_bytes;
-  int k, slices;
+  int k, chunk_k, chunks, slices;
   int first, tiles, all;  // row tiles of a slice: the first one, how many, and how many a chunk of the section has
+  int begin, end;         // units of this block
   float* partial;         // [slice][tile][chunk][row][16]
 
   __device__ Gemm(const uint8_t* weights, int64_t slice_bytes, int64_t k, int64_t all_rows, int64_t first_row,
@@ -33,27 +34,24 @@ struct Gemm {
       : weights(weights),
         slice_bytes(slice_bytes),
         k(int(k)),
+        chunk_k(int(Chunk(k))),
+        chunks(int(uint32_t(k) / uint32_t(chunk_k))),
         slices(slices),
         first(int(first_row / kTile)),
         tiles(CeilDiv(rows, kTile)),
         all(CeilDiv(all_rows, kTile)),
-        partial(partial) {}
-  __device__ int ChunkK() const { return int(Chunk(k)); }
-  __device__ int Chunks() const { return k / ChunkK(); }
-  __device__ int Units() const { return Chunks() * slices * tiles; }
-  __device__ int Begin() const { return int(int64_t(Units()) * blockIdx.x / gridDim.x); }
-  __device__ int End() const { return int(int64_t(Units()) * (blockIdx.x + 1) / gridDim.x); }
-  __device__ int ChunkOf(int unit) const { return unit / (slices * tiles); }
-  __device__ const uint8_t* WeightsOf(int unit) const {
-    const int at = unit % (slices * tiles), slice = at / tiles, tile = first + at % tiles;
-    return weights + slice * slice_bytes + (int64_t(ChunkOf(unit)) * all + tile) * kTile * ChunkK() * 2;
+        partial(partial) {
+    const uint32_t units = uint32_t(chunks) * slices * tiles;  // times the blocks below 2^32 (draft.cu Refusal)
+    begin = int(units * blockIdx.x / gridDim.x), end = int(units * (blockIdx.x + 1) / gridDim.x);
   }
+  __device__ __forceinline__ int Steps() const { return chunk_k / (int(kRanges) * 16); }
+  __device__ __forceinline__ int TileBytes() const { return int(kTile) * chunk_k * 2; }
   // Where sums of another GEMM may begin.
-  __device__ float* Behind() const { return partial + int64_t(slices) * tiles * Chunks() * (kRows * 16); }
+  __device__ float* Behind() const { return partial + int64_t(slices) * tiles * chunks * (kRows * 16); }
 
   // Where the sums of columns `column` and the next (column even) of a slice and row are, of the first chunk.
   __device__ __forceinline__ const float* At(int slice, int column, int row) const {
-    return partial + ((int64_t(slice) * tiles + column / 16) * Chunks() * kRows + row) * 16 + column % 16;
+    return partial + ((int64_t(slice) * tiles + column / 16) * chunks * kRows + row) * 16 + column % 16;
   }
   // Chunks added, for kCount of such places at once: what is asked for together comes at one time.
   template <int kCount, typename Place>
@@ -62,13 +60,13 @@ struct Gemm {
     const float* sums[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] = place(i), out[i] = {0.0f, 0.0f};
-    for (int begin = 0; begin < Chunks(); begin += kAtOnce) {
+    for (int begin = 0; begin < chunks; begin += kAtOnce) {
       float2 x[kAtOnce][kCount] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          if (begin + j < Chunks()) x[j][i] = *reinterpret_cast<const float2*>(sums[i] + (begin + j) * kRows * 16);
+          if (begin + j < chunks) x[j][i] = *reinterpret_cast<const float2*>(sums[i] + (begin + j) * kRows * 16);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
@@ -105,7 +103,7 @@ struct Shared {
   comm::Where where;
   alignas(8) uint8_t context[sizeof(Context)];
   alignas(8) uint8_t gemm[sizeof(Gemm)], input_of[sizeof(Input)];  // at hand
-  alignas(8) uint8_t gemms[2][kDenseGemms + 1][sizeof(Gemm)];      // of even and odd layers; then the head
+  alignas(8) uint8_t gemms[2][kDenseGemms + 2][sizeof(Gemm)];      // of even and odd layers; then the head's
 };
 // Found anew at each use, so that the compiler sees which memory it is.
 __device__ __forceinline__ Shared& OfBlock() { return *reinterpret_cast<Shared*>(ptx::DynamicShared()); }
@@ -161,8 +159,8 @@ __device__ __forceinline__ Two Convolved(const Taps& base, float delta_own, floa
 
 // Chunk `chunk` of the input, columns 2i and 2i + 1 by thread i. By all threads, between block barriers. What comes
 // from far away is asked for first, all of it.
-__device__ __forceinline__ void LoadInput(const Context& c, const Input& in, int k, int chunk) {
-  const int chunk_k = int(Chunk(k)), column = 2 * int(threadIdx.x), at = chunk * chunk_k + column;
+__device__ __forceinline__ void LoadInput(const Context& c, const Input& in, const Gemm& g, int chunk) {
+  const int chunk_k = g.chunk_k, column = 2 * int(threadIdx.x), at = chunk * chunk_k + column;
   const bool mine = column < chunk_k, convolved = mine && in.base;
   const int part = mine && !in.floats ? at / in.width : 0, within = mine && !in.floats ? at % in.width : at;
   uint32_t x[kRows];
@@ -171,7 +169,7 @@ __device__ __forceinline__ void LoadInput(const Context& c, const Input& in, int
     x[row] = 0;
     if (!mine || row >= in.count) continue;
     if (in.floats) {
-      const float2 v = *reinterpret_cast<const float2*>(in.floats + int64_t(row) * k + at);
+      const float2 v = *reinterpret_cast<const float2*>(in.floats + int64_t(row) * g.k + at);
       x[row] = PackBf16(v.x, v.y);
     } else {
       x[row] = *reinterpret_cast<const uint32_t*>(in.rows + (int64_t(part) * kRows + row) * in.width + within);
@@ -215,9 +213,12 @@ __device__ __forceinline__ int Team() { return Warp() / int(kRanges); }
 // A unit of a GEMM, known by its parts: a division would take longer than its product.
 struct Unit {
   int number, chunk, slice, tile;
-  __device__ __forceinline__ Unit(const Gemm& g, int number) : number(number), chunk(g.ChunkOf(number)) {
+  __device__ __forceinline__ Unit(const Gemm& g, int number) : number(number), chunk(number / (g.slices * g.tiles)) {
     const int at = number - chunk * g.slices * g.tiles;
     slice = at / g.tiles, tile = at - slice * g.tiles;
+  }
+  __device__ __forceinline__ const uint8_t* Weights(const Gemm& g) const {
+    return g.weights + slice * g.slice_bytes + (int64_t(chunk) * g.all + g.first + tile) * g.TileBytes();
   }
   __device__ __forceinline__ void Advance(const Gemm& g, int by) {
     number += by, tile += by;
@@ -230,10 +231,9 @@ struct Unit {
 
 // Asks for this thread's part of a unit, for place `place` of the ring; a group of copies, even if there is none.
 __device__ __forceinline__ void Load(const Gemm& g, const Unit& unit, int place) {
-  const int chunk_k = g.ChunkK(), steps = chunk_k / int(kRanges) / 16;
-  if (unit.number < g.End()) {
-    const uint8_t* tile = g.weights + unit.slice * g.slice_bytes +
-                          (int64_t(unit.chunk) * g.all + g.first + unit.tile) * kTile * chunk_k * 2;
+  const int steps = g.Steps();
+  if (unit.number < g.end) {
+    const uint8_t* tile = unit.Weights(g);
     const uint4* from = reinterpret_cast<const uint4*>(tile) + Warp() % int(kRanges) * steps * 32 + Lane();
     uint4* to = OfBlock().ring[place][Warp()] + Lane();
 #pragma unroll
@@ -243,22 +243,24 @@ __device__ __forceinline__ void Load(const Gemm& g, const Unit& unit, int place)
   ptx::CpAsyncCommit();
 }
 
-// Asks for the first units of a GEMM, which is the next one to be multiplied.
-__device__ __forceinline__ void Start(const Gemm& g) {
-  Unit unit(g, g.Begin() + Team());
+// Asks for the first units of a GEMM, which is the next one to be multiplied. given: in shared memory.
+__device__ __noinline__ void Start(const Gemm* given) {
+  const Gemm g = *given;
+  Unit unit(g, g.begin + Team());
   for (int place = 0; place < kDepth; ++place, unit.Advance(g, kTeams)) Load(g, unit, place);
 }
 
 // Brings the block's first units into L2; by one warp.
-__device__ __forceinline__ void Prefetch(const Gemm& g) {
-  const int unit = g.Begin() + Lane();
-  if (Warp() == kWarps - 1 && Lane() < kPrefetched && unit < g.End())
-    ptx::CpAsyncBulkPrefetchL2(g.WeightsOf(unit), uint32_t(kTile) * g.ChunkK() * 2);
+__device__ __noinline__ void Prefetch(const Gemm* given) {
+  const Gemm& g = *given;
+  if (Warp() != kWarps - 1 || Lane() >= Min(kPrefetched, g.end - g.begin)) return;
+  const Unit unit(g, g.begin + Lane());
+  ptx::CpAsyncBulkPrefetchL2(unit.Weights(g), uint32_t(g.TileBytes()));
 }
 
 // Sums of a team's unit of the chunk at hand.
 __device__ __forceinline__ void MultiplyUnit(const Gemm& g, const Unit& unit, int turn) {
-  const int steps = g.ChunkK() / int(kRanges) / 16, range = Warp() % int(kRanges);
+  const int steps = g.Steps(), range = Warp() % int(kRanges);
   float (*sums)[kPartialFloats] = OfBlock().sums[Team()][turn % 2];
   const uint4* weights = OfBlock().ring[turn % kDepth][Warp()] + Lane();
   float d[2][4] = {};
@@ -279,21 +281,21 @@ __device__ __forceinline__ void AddRanges(const Gemm& g, const Unit& unit, int t
   float sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < kRanges; ++r) sum += sums[r][i / 16 * kPartialStride + i % 16];
-  const int64_t at = int64_t(unit.slice * g.tiles + unit.tile) * g.Chunks() + unit.chunk;
+  const int64_t at = int64_t(unit.slice * g.tiles + unit.tile) * g.chunks + unit.chunk;
   g.partial[at * (kRows * 16) + i] = sum;
 }
 
 __device__ __noinline__ void MultiplyUnits() {
-  const int begin = TheGemm().Begin(), end = TheGemm().End();
-  Unit mine(TheGemm(), begin + Team()), ahead = mine;
+  __syncthreads();
+  Unit mine(TheGemm(), TheGemm().begin + Team()), ahead = mine;
   ahead.Advance(TheGemm(), kDepth * kTeams);
   int turn = 0;
-  for (int first = begin, chunk = TheGemm().ChunkOf(begin); first < end; ++chunk) {
+  for (int first = TheGemm().begin, chunk = Unit(TheGemm(), first).chunk; first < TheGemm().end; ++chunk) {
     __syncthreads();
-    LoadInput(TheContext(), TheInput(), TheGemm().k, chunk);
+    LoadInput(TheContext(), TheInput(), TheGemm(), chunk);
     __syncthreads();
     const Gemm g = TheGemm();  // not before: registers are what LoadInput needs
-    first = Min(end, (chunk + 1) * g.slices * g.tiles);
+    first = Min(g.end, (chunk + 1) * g.slices * g.tiles);
 #pragma unroll 1
     for (; mine.number < first; mine.Advance(g, kTeams), ahead.Advance(g, kTeams), ++turn) {
       ptx::CpAsyncWait<kDepth - 1>();
@@ -305,11 +307,9 @@ __device__ __noinline__ void MultiplyUnits() {
   }
 }
 
-// All units of this block, which were started before; the input is whole. By all threads.
+// All units of this block, which were started before; the input is whole. By all threads, after a block barrier.
 __device__ __forceinline__ void Multiply(const Gemm& g, const Input& in) {
-  __syncthreads();
   if (threadIdx.x == 0) TheGemm() = g, TheInput() = in;
-  __syncthreads();
   MultiplyUnits();
 }
 
