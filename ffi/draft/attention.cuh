@@ -1,9 +1,9 @@
 // Attention of a block: every row over the context and the block alike, in both directions, within the window.
 //
-// A unit is one key/value head and one piece of 32 absolute positions; two warps have a query head of it, all 16 rows at
-// once, and half of its channels each: scores by MMAs, the piece's own maximum a row, float32 probabilities, each as the
-// sum of two bf16 numbers for the product with the values. Pieces are then merged in ascending order. So a head's bits depend on nothing but
-// its keys.
+// A unit is one key/value head and one piece of 32 absolute positions; two warps have a query head of it, all 16 rows
+// at once, and half of its channels each: scores by MMAs, the piece's own maximum a row, float32 probabilities, each as
+// the sum of two bf16 numbers for the product with the values. Pieces are then merged in ascending order. So a head's
+// bits depend on nothing but its keys.
 #pragma once
 
 #include "draft/rows.cuh"

@@ -1,7 +1,7 @@
 // A GEMM over 16 rows: units of 16 output columns (a row tile of the weight) times one chunk of K, numbered chunk by
-// chunk, of which a block runs a contiguous part, two at a time by 8 warps each, a warp for each range of the chunk. Sums
-// of ranges are added ascending here, and those of chunks by whoever reads the result (Finished). So an element has the
-// bits of one sum over K in a fixed order, whoever ran which unit.
+// chunk, of which a block runs a contiguous part, two at a time by 8 warps each, a warp for each range of the chunk.
+// Sums of ranges are added ascending here, and those of chunks by whoever reads the result (Finished). So an element
+// has the bits of one sum over K in a fixed order, whoever ran which unit.
 //
 // Weights pass a ring in shared memory, of which each thread fills and reads its own 16-byte places. The first units
 // are asked for (Start) before the barrier at which the input becomes whole, for weights depend on nothing; and those

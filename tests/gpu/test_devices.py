@@ -1,6 +1,7 @@
 """Decoding on several GPUs, whose layer kernels exchange what they finish while they run: the bits of one GPU, and what
 happens when a rank is late or never done."""
 
+from contextlib import suppress
 from functools import partial
 
 import jax
@@ -161,7 +162,8 @@ def test_a_rank_that_is_late(gpu, mesh, nano):
     ffi.raise_wait_error()
     try:
         assert lib.set_spin_budget(2 * 10**6) == 0
-        late(Pass(nano, DecodeConfig(), 64, gpu, mesh), 20_000)
+        with suppress(jax.errors.JaxRuntimeError):  # of the late rank, which then finds the report and does not start
+            late(Pass(nano, DecodeConfig(), 64, gpu, mesh), 20_000)
         with pytest.raises(ffi.WaitError, match=PLACE):
             ffi.raise_wait_error()
     finally:
@@ -192,7 +194,7 @@ def test_a_unit_that_nobody_runs(gpu, mesh, nano):
     ffi.raise_wait_error()
 
 
-@pytest.mark.parametrize(("devices", "expected"), [((0, 0), "different GPUs"), ((0, 99), "different GPUs")])
+@pytest.mark.parametrize(("devices", "expected"), [((0, 0), "2 to 2 different GPUs"), ((0, 99), "2 to 2 different GPUs")])
 def test_devices_that_cannot_be_connected(gpu, devices, expected):
     sizes = next(sizes for sizes in ffi.layer_instances() if sizes[-1] == 4)
     with pytest.raises(ffi.LibraryError, match=f"connect: expected {expected}"):
