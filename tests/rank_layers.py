@@ -16,8 +16,9 @@ from musejax.packing import unpack_layer
 RESIDUAL_BOUND = 2.0**-6
 # At the released sizes, the largest of 8,192 columns and the RMS over them. Float32 sums of XLA on a CPU beside its
 # float64 sums are 0.020 and 0.0021 apart; gains that are off by half a unit of bfloat16 gave 0.028 and 0.0058. The
-# kernel on an H200 at nine contexts: 0.018 to 0.021 and 0.0040 to 0.0051.
-LARGEST_BOUND, RMS_BOUND = 0.025, 0.0055
+# kernel on an H200 at nine contexts, twice, XLA choosing its GEMMs anew: 0.018 to 0.027 and 0.0035 to 0.0052. So the
+# largest tells of gross errors, and the RMS of fine ones.
+LARGEST_BOUND, RMS_BOUND = 2.0**-5, 0.0055
 
 
 @cache

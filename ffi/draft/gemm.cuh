@@ -81,7 +81,7 @@ struct Gemm {
 };
 
 // What a GEMM multiplies, made on the way into shared memory: bf16 rows, or float32 ones rounded; normed where `gamma`
-// is not null; then through side 0 of a convolution where `base` is not null.
+// is not null; then, too, through side 0 of a convolution where `base` is not null.
 struct Input {
   const uint16_t* rows;  // [part][kRows][width]
   int width;
@@ -158,34 +158,36 @@ __device__ __forceinline__ Two Convolved(const Taps& base, float delta_own, floa
 }
 
 // Chunk `chunk` of the input, columns 2i and 2i + 1 by thread i. By all threads, between block barriers. What comes
-// from far away is asked for first, all of it.
-__device__ __forceinline__ void LoadInput(const Context& c, const Input& in, const Gemm& g, int chunk) {
+// from far away is asked for first, all of it and without conditions; rows that are not there are taken out at the end.
+__device__ __forceinline__ void LoadInput(const Context& c, const Gemm& g, int chunk) {
+  const Input in = TheInput();
   const int chunk_k = g.chunk_k, column = 2 * int(threadIdx.x), at = chunk * chunk_k + column;
-  const bool mine = column < chunk_k, convolved = mine && in.base;
-  const int part = mine && !in.floats ? at / in.width : 0, within = mine && !in.floats ? at % in.width : at;
+  const bool mine = column < chunk_k, convolved = in.base != nullptr;
   uint32_t x[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    x[row] = 0;
-    if (!mine || row >= in.count) continue;
-    if (in.floats) {
-      const float2 v = *reinterpret_cast<const float2*>(in.floats + int64_t(row) * g.k + at);
-      x[row] = PackBf16(v.x, v.y);
-    } else {
-      x[row] = *reinterpret_cast<const uint32_t*>(in.rows + (int64_t(part) * kRows + row) * in.width + within);
-    }
-  }
-  float own[kRows] = {}, before[kRows] = {};
-  if (convolved) {
-    const Deltas deltas(c, 0, part, within);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (row < in.count) own[row] = deltas.Own(row), before[row] = deltas.Before(row);
-  }
+  float own[kRows], before[kRows];
   Two gain{1.0f, 1.0f};
   Taps base{};
-  if (mine && in.gamma) gain = {in.gamma[at], in.gamma[at + 1]};
-  if (convolved) base = TapsOf(c.p.model.shape, in.base, at);
+  if (mine && in.floats) {
+    const float* from = in.floats + at;
+    const int64_t k = g.k;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float2 v = *reinterpret_cast<const float2*>(from + Max(Min(row, in.count - 1), 0) * k);
+      x[row] = PackBf16(v.x, v.y);
+    }
+  } else if (mine) {
+    const int part = at / in.width, within = at - part * in.width, stride = in.width / 2;
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(in.rows + int64_t(part) * kRows * in.width + within);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) x[row] = from[row * stride];
+    if (convolved) {
+      const Deltas deltas(c, 0, part, within);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) own[row] = deltas.Own(row), before[row] = deltas.Before(row);
+      base = TapsOf(c.p.model.shape, in.base, at);
+    }
+    if (in.gamma) gain = {in.gamma[at], in.gamma[at + 1]};
+  }
   if (in.gamma) NormRows(c, in.squares);
   __syncthreads();
   if (!mine) return;
@@ -194,17 +196,19 @@ __device__ __forceinline__ void LoadInput(const Context& c, const Input& in, con
   Two last{0.0f, 0.0f};
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
-    Two v = Unpack(x[row]);
+    uint32_t out = x[row];
     if (in.gamma) {
+      Two v = Unpack(out);
       const float rstd = OfBlock().rstd[row];
       v = Rounded({v.a * rstd * gain.a, v.b * rstd * gain.b});
+      if (convolved) {
+        const Two plain = v;
+        v = Convolved(base, own[row], before[row], plain, last);
+        last = plain;
+      }
+      out = PackBf16(v.a, v.b);
     }
-    if (convolved) {
-      const Two plain = v;
-      v = Convolved(base, own[row], before[row], plain, last);
-      last = plain;
-    }
-    registers[row % 8 * 16 + row / 8 * 2] = PackBf16(v.a, v.b);
+    registers[row % 8 * 16 + row / 8 * 2] = row < in.count ? out : 0;
   }
 }
 
@@ -292,7 +296,7 @@ __device__ __noinline__ void MultiplyUnits() {
   int turn = 0;
   for (int first = TheGemm().begin, chunk = Unit(TheGemm(), first).chunk; first < TheGemm().end; ++chunk) {
     __syncthreads();
-    LoadInput(TheContext(), TheInput(), TheGemm(), chunk);
+    LoadInput(TheContext(), TheGemm(), chunk);
     __syncthreads();
     const Gemm g = TheGemm();  // not before: registers are what LoadInput needs
     first = Min(g.end, (chunk + 1) * g.slices * g.tiles);

@@ -194,10 +194,10 @@ def test_a_unit_that_nobody_runs(gpu, mesh, nano):
     ffi.raise_wait_error()
 
 
-@pytest.mark.parametrize(("devices", "expected"), [((0, 0), "2 to 2 different GPUs"), ((0, 99), "2 to 2 different GPUs")])
-def test_devices_that_cannot_be_connected(gpu, devices, expected):
+@pytest.mark.parametrize("devices", [(0, 0), (0, 99), (0, 1, 2)])
+def test_devices_that_cannot_be_connected(gpu, devices):
     sizes = next(sizes for sizes in ffi.layer_instances() if sizes[-1] == 4)
-    with pytest.raises(ffi.LibraryError, match=f"connect: expected {expected}"):
+    with pytest.raises(ffi.LibraryError, match="connect: expected 2 to 2 different GPUs"):
         ffi.connect(sizes, 64, devices)
 
 

@@ -1,5 +1,5 @@
-"""The drafter's CUDA kernels: beside the CPU twin from the same cache, the same bits on two GPUs as on one, and in every
-launch; what they make of a text; and that a wait that does not end is reported."""
+"""The drafter's CUDA kernels: beside the CPU twin from the same cache, the same bits on two GPUs as on one, and in
+every launch; what they make of a text; and that a wait that does not end is reported."""
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def test_speculation_leaves_the_text(gpu, devices):
 def test_a_step_is_one_program_without_a_loop(gpu):
     """So that XLA records it as CUDA graphs with nothing on the host between."""
     model = musejax.load(devices=jax.devices(gpu.platform)[:1], drafter=nano_drafter_path())
-    state = model.start_speculative(model.tokenizer.encode(PROMPT), 128)
+    state = model.start_speculative(model.tokenizer.encode(PROMPT, bos=True, parse_special=False), 128)
     text = jit_decode_step.lower(SpecParams(model.params, model.drafter), state, config=model.config,
                                  decode=model.decode, speculation=model.speculation,
                                  num_tokens=model.num_tokens).compile().as_text()
