@@ -193,51 +193,45 @@ __device__ __noinline__ void Attend(int layer_number, int length) {
   }
 }
 
-// o = r(sum of parts / sum of weights), to all ranks.
+// o = r(sum of parts / sum of weights), to all ranks; a warp has 64 channels of a row.
 __device__ __noinline__ void MergePieces(int length) {
   constexpr int kAtOnce = 16;  // parts that are asked for at a time
   const Context& c = TheContext();
   const Seen see(c, length);
   const DraftShape& s = c.p.model.shape;
-  const int heads = int(s.heads_slice()), width = int(s.head_dim), pieces = see.Pieces();
-  c.ForTasks(c.p.slices * heads * c.p.rows, [&](int i) {
-    const int row = i % c.p.rows, head = i / c.p.rows;
+  const int heads = int(s.heads_slice()), width = int(s.head_dim), pieces = see.Pieces(), spans = CeilDiv(width, 64);
+  c.ForTasks(c.p.slices * heads * spans * c.p.rows, [&](int i) {
+    const int row = i % c.p.rows, span = i / c.p.rows % spans, head = i / c.p.rows / spans;
     const int64_t first = int64_t(head) * pieces * kRows + row;
     const float* most = c.Frame<const float>(c.p.at.part_most) + first;
     const float* sums = c.Frame<const float>(c.p.at.part_sum) + first;
-    const float* parts = c.Frame<const float>(c.p.at.part) + first * width + 2 * Lane();
-    float largest = -INFINITY;
+    const float* parts = c.Frame<const float>(c.p.at.part) + first * width + 64 * span + 2 * Lane();
+    const bool there = Has(width - 64 * span);
+    float largest = -INFINITY, sum = 0.0f;
     for (int n = Lane(); n < pieces; n += 32) largest = fmaxf(largest, most[n * kRows]);
     for (int x = 16; x; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, x));
-    HeadRow o{};
-#pragma unroll 1
-    for (int half = 0; half < CeilDiv(width, 64); ++half) {
-      float sum = 0.0f;
-      Two total{0.0f, 0.0f};
-      for (int begin = 0; begin < pieces; begin += kAtOnce) {
-        const int mine = begin + Lane() % kAtOnce;
-        float weight_of = 0.0f, part_of = 0.0f;
-        Two part[kAtOnce] = {};
+    Two total{0.0f, 0.0f};
+    for (int begin = 0; begin < pieces; begin += kAtOnce) {
+      const int mine = begin + Lane() % kAtOnce;
+      float weight_of = 0.0f, part_of = 0.0f;
+      float2 part[kAtOnce] = {};
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n)
-          if (begin + n < pieces && Has(width)) {
-            const float2 x =
-                *reinterpret_cast<const float2*>(parts + int64_t(begin + n) * kRows * width + 64 * half);
-            part[n] = {x.x, x.y};
-          }
-        if (mine < pieces) weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
+      for (int n = 0; n < kAtOnce; ++n)
+        if (begin + n < pieces && there)
+          part[n] = *reinterpret_cast<const float2*>(parts + int64_t(begin + n) * kRows * width);
+      if (mine < pieces) weight_of = Exp(most[mine * kRows] - largest), part_of = weight_of * sums[mine * kRows];
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          const float weight = __shfl_sync(kAllLanes, weight_of, n);
-          sum += __shfl_sync(kAllLanes, part_of, n);
-          total = {total.a + weight * part[n].a, total.b + weight * part[n].b};
-        }
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float weight = __shfl_sync(kAllLanes, weight_of, n);
+        sum += __shfl_sync(kAllLanes, part_of, n);
+        total = {total.a + weight * part[n].x, total.b + weight * part[n].y};
       }
-      (half ? o.high : o.low) = {total.a / sum, total.b / sum};
     }
+    const uint32_t o = PackBf16(total.a / sum, total.b / sum);
     c.ForRanks(head / heads, [&](uint8_t* frames, int to) {
       const int64_t number = int64_t(to) * heads + head % heads;
-      StoreHead(c, reinterpret_cast<uint16_t*>(frames + c.p.at.o) + (number * kRows + row) * width, o);
+      uint16_t* at = reinterpret_cast<uint16_t*>(frames + c.p.at.o) + (number * kRows + row) * width + 64 * span;
+      if (there) reinterpret_cast<uint32_t*>(at)[Lane()] = o;
     });
   });
 }

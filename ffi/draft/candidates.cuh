@@ -42,26 +42,35 @@ __device__ __forceinline__ Ranked Rank(int lane, int count, const First& first, 
   return mine;
 }
 
-// Of kCount that a lane has in registers.
+// Those that a lane has in registers.
 template <int kCount>
 struct Hand {
   Ranked left[kCount];
-  __device__ __forceinline__ Ranked First() const {
-    Ranked best = left[0];
+
+  // Odd-even transposition: the same comparisons in all lanes.
+  __device__ __forceinline__ void Sort() {
 #pragma unroll
-    for (int j = 1; j < kCount; ++j) best = left[j].Before(best) ? left[j] : best;
-    return best;
+    for (int round = 0; round < kCount; ++round)
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j) {
+        const int i = 2 * j + round % 2;
+        if (i + 1 >= kCount) continue;
+        const Ranked a = left[i], b = left[i + 1];
+        const bool swap = b.Before(a);
+        left[i] = swap ? b : a, left[i + 1] = swap ? a : b;
+      }
   }
   __device__ __forceinline__ void Take() {
-    const Ranked best = First();
-    bool taken = false;
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const bool is = !taken && left[j].order == best.order && left[j].id == best.id;
-      left[j] = is ? Ranked::None() : left[j], taken = taken || is;
-    }
+    for (int j = 0; j + 1 < kCount; ++j) left[j] = left[j + 1];
+    left[kCount - 1] = Ranked::None();
   }
 };
+template <int kCount>
+__device__ __forceinline__ Ranked RankHands(int count, Hand<kCount>& hand) {
+  hand.Sort();
+  return Rank(Lane(), count, [&] { return hand.left[0]; }, [&] { hand.Take(); });
+}
 
 // The best of the segments of all slices here.
 __device__ __forceinline__ void FindCandidates(const Gemm& g, int num_tokens) {
@@ -91,7 +100,7 @@ __device__ __forceinline__ void FindCandidates(const Gemm& g, int num_tokens) {
       values[j] = real ? value : -INFINITY;
       hand.left[j] = real ? Ranked::Of(value, uint32_t(column)) : Ranked::Of(-INFINITY, kNoToken);
     }
-    const Ranked best = Rank(Lane(), int(m.candidates), [&] { return hand.First(); }, [&] { hand.Take(); });
+    const Ranked best = RankHands(int(m.candidates), hand);
     const float top = __shfl_sync(kAllLanes, best.Value(), 0);
     float sum = 0.0f;
 #pragma unroll
@@ -172,7 +181,7 @@ __device__ inline Ranked MergeSlices(const Context& c, int row) {
                                          uint32_t(c.Frame<const int32_t>(c.p.at.top_ids)[at]))
                             : Ranked::None();
   }
-  return Rank(Lane(), most, [&] { return hand.First(); }, [&] { hand.Take(); });
+  return RankHands(most, hand);
 }
 
 // Log of the candidates' share of all probability.

@@ -1,5 +1,5 @@
 // A GEMM over 16 rows: units of 16 output columns (a row tile of the weight) times one chunk of K, numbered chunk by
-// chunk, of which a block runs a contiguous part, two at a time by 8 warps each, a warp for each range of the chunk.
+// chunk, of which a block runs a part of one, two at a time by 8 warps each, a warp for each range of the chunk.
 // Sums of ranges are added ascending here, and those of chunks by whoever reads the result (Finished). So an element
 // has the bits of one sum over K in a fixed order, whoever ran which unit.
 //
@@ -41,8 +41,15 @@ struct Gemm {
         tiles(CeilDiv(rows, kTile)),
         all(CeilDiv(all_rows, kTile)),
         partial(partial) {
-    const uint32_t units = uint32_t(chunks) * slices * tiles;  // times the blocks below 2^32 (draft.cu Refusal)
-    begin = int(units * blockIdx.x / gridDim.x), end = int(units * (blockIdx.x + 1) / gridDim.x);
+    // Blocks are dealt out to chunks, so that each makes its input of one; if they are fewer, of several whole ones.
+    const uint32_t each = uint32_t(slices) * tiles, blocks = gridDim.x, block = blockIdx.x, n = uint32_t(chunks);
+    if (n <= blocks) {
+      const uint32_t chunk = block * n / blocks, first_block = (chunk * blocks + n - 1) / n;
+      const uint32_t of_chunk = ((chunk + 1) * blocks + n - 1) / n - first_block, i = block - first_block;
+      begin = int(chunk * each + each * i / of_chunk), end = int(chunk * each + each * (i + 1) / of_chunk);
+    } else {
+      begin = int(block * n / blocks * each), end = int((block + 1) * n / blocks * each);
+    }
   }
   __device__ __forceinline__ int Steps() const { return chunk_k / (int(kRanges) * 16); }
   __device__ __forceinline__ int TileBytes() const { return int(kTile) * chunk_k * 2; }
