@@ -6,7 +6,8 @@ not a measurement. Every input is printed with where it comes from; a range is c
 
 The model of a layer is T = W + E: E, the time of the experts' weights, goes with the memory's rate; W, the chain of
 latencies from the end of one list of experts to the next, does not change with it. Exchanges between real GPUs make the
-whole longer by a factor, measured on two. The head and the drafter are taken at the layer's share of the memory's rate.
+whole longer by a factor, measured on two. The drafter is taken likewise, its bytes at the memory's rate and the rest of
+its time as it was; the LM head at the layer's share of the memory's rate.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Inputs(NamedTuple):
         bf16_experts_mb: experts of a bfloat16 layer, 49 hit.
         nvfp4_experts_mb: those of an NVFP4 layer.
         layer_mb: all weights of an NVFP4 layer.
-        head_mb, draft_mb: LM head, drafter.
-        rest: us of embedding, accept and launches.
+        head_mb, draft_mb: LM head; drafter with its LM head.
+        draft: us of a draft and its tree.
+        rest: us of embedding, accept, commit and launches.
         accepted: tokens a step.
     """
 
@@ -67,8 +69,9 @@ class Inputs(NamedTuple):
     nvfp4_experts_mb: float = 173.4
     layer_mb: float = 245.3
     head_mb: float = 413.8
-    draft_mb: Range = Range(1400, 1300, 1500)
-    rest: Range = Range(150, 100, 300)
+    draft_mb: float = 1400.1
+    draft: Range = Range(1261, 1235, 1292)
+    rest: Range = Range(50, 0, 150)
     accepted: float = 6.6
 
 
@@ -80,8 +83,9 @@ SOURCES = {
     "nvfp4_experts_mb": "counted, D 49",
     "layer_mb": "counted, D 49",
     "head_mb": "counted",
-    "draft_mb": "counted; the drafter has no kernel on GPUs yet, so its time is an assumption",
-    "rest": "us, assumed",
+    "draft_mb": "counted, FFN of 24,576",
+    "draft": "us, `musejax bench step` on one H200",
+    "rest": "us, assumed; in `musejax bench step` nothing was left of the step beside draft and verification",
     "accepted": "tokens a step, as published for the drafter; not measured with this model",
 }
 
@@ -110,7 +114,8 @@ def project(inputs: Inputs, machine: Machine) -> Step:
 
     layers = layer(inputs.nvfp4_experts_mb).times(LAYERS - BF16_LAYERS)
     verify = layers.plus(layer(inputs.bf16_experts_mb).times(BF16_LAYERS)).plus(stream(Range(*[inputs.head_mb] * 3)))
-    draft = stream(inputs.draft_mb)
+    bytes_there, bytes_here = (inputs.draft_mb / m.memory for m in (machine, MEASURED_ON))
+    draft = Range(*((us - bytes_here + bytes_there) * e for us, e in zip(inputs.draft, inputs.exchange, strict=True)))
     total = verify.plus(draft).plus(inputs.rest)
     rate = Range(*(inputs.accepted / us * 1e6 for us in (total.figure, total.high, total.low)))
     return Step(verify.times(1e-3), draft.times(1e-3), inputs.rest.times(1e-3), rate)

@@ -6,13 +6,15 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import bench_command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_command import BenchCommand, Library
 from rank_layers import RESIDUAL_BOUND, check_released, reference_layer, row_errors
 
-from musejax import cli, ffi
+from musejax import ffi
 from musejax.bench import cases, layer, limits, reference
 from musejax.bench.cases import Case, Timing
 from musejax.bench.phases import rank_layer
@@ -23,44 +25,19 @@ from musejax.kernels.forward import chain
 from musejax.model.attention import Rows
 from musejax.model.layer import decoder_layer
 
-STEADY = limits.Row("hbm.steady", "HBM read", "TB/s", 4.5, 4.4, 4.6, 15, "4.57", "4.98 GB", "ok")
 BASELINE = Timing(2, (480.0, 500.0, 520.0), 48.5, (20.0, 28.5), 240e6, 170e6, 262144, "0123456789ab")
 TIMING = Timing(8, (99.0, 100.0, 103.5), 48.75, (18.25, 0.0, 30.5), 225e6, 180e6, 262144, "ba9876543210",
                 baseline=BASELINE)
 
 
-class Library:
-    def limits(self, device, groups):
-        return [vars(STEADY)] if groups == ["hbm"] else []
-
-    def version(self):
-        return "1.2.3"
-
-
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Runs `bench layer` with canned timings -> (exit code, stdout, stderr); `run.measured` is what it measured."""
-
-    def call(*argv, timing=TIMING):
-        def measure(case, batches, baseline, phases):
-            call.measured.append((case, batches, baseline, phases))
-            return timing
-
-        call.measured = []
-        monkeypatch.setattr(limits, "open_library", lambda: (Library(), "NVIDIA H200"))
-        monkeypatch.setattr(layer, "measure", measure)
-        code = cli.main(["bench", "layer", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return call
+    """Runs the command with canned timings -> (exit code, stdout, stderr)."""
+    return BenchCommand(capsys, monkeypatch, layer, "layer", TIMING)
 
 
 def refused(capsys, *argv):
-    """Exit code 2 and one message; the message."""
-    code = cli.main(["bench", "layer", *map(str, argv)])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and err.startswith("musejax: error: ") and err.count("\n") == 1, (code, out, err)
-    return err
+    return bench_command.refused(capsys, "layer", *argv)
 
 
 # ------------------------------------------------------------------ the command

@@ -8,12 +8,14 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import bench_command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_command import BenchCommand, Library
 
-from musejax import cli, ffi
+from musejax import ffi
 from musejax.bench import layer, limits, step
 from musejax.bench.cases import Timing
 from musejax.bench.launches import Launches, count_launches
@@ -27,7 +29,6 @@ from musejax.packing import packed_table
 from musejax.speculation.packing import layout, packing_problems
 from musejax.speculation.tree import chain_tree
 
-STEADY = limits.Row("hbm.steady", "HBM read", "TB/s", 4.5, 4.4, 4.6, 15, "4.57", "4.98 GB", "ok")
 BASELINE = Timing(2, (1180.0, 1200.0, 1220.0), 48.5, (20.0, 28.5), 240e6, 170e6, 262144, "0123456789ab")
 TIMING = StepTiming(
     step=(9.9, 10.0, 10.3), draft=(0.6, 0.625, 0.65), verify=(9.0, 9.125, 9.2), distinct=48.75, emitted=1.04,
@@ -35,38 +36,14 @@ TIMING = StepTiming(
     in_use=68_500_000_000, needed=67_480_000_000, digest="ba9876543210", baseline=BASELINE)
 
 
-class Library:
-    def limits(self, device, groups):
-        return [vars(STEADY)] if groups == ["hbm"] else []
-
-    def version(self):
-        return "1.2.3"
-
-
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Runs `bench step` with canned timings -> (exit code, stdout, stderr); `run.measured` is what it measured."""
-
-    def call(*argv, timing=TIMING):
-        def measure(case, batches, baseline):
-            call.measured.append((case, batches, baseline))
-            return timing
-
-        call.measured = []
-        monkeypatch.setattr(limits, "open_library", lambda: (Library(), "NVIDIA H200"))
-        monkeypatch.setattr(step, "measure", measure)
-        code = cli.main(["bench", "step", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return call
+    """Runs the command with canned timings -> (exit code, stdout, stderr)."""
+    return BenchCommand(capsys, monkeypatch, step, "step", TIMING)
 
 
 def refused(capsys, *argv):
-    """Exit code 2 and one message; the message."""
-    code = cli.main(["bench", "step", *map(str, argv)])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and err.startswith("musejax: error: ") and err.count("\n") == 1, (code, out, err)
-    return err
+    return bench_command.refused(capsys, "step", *argv)
 
 
 # ------------------------------------------------------------------ the command

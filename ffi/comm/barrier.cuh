@@ -44,7 +44,7 @@ class Barrier {
       __syncwarp();
       const uint32_t* word = Memory(rank_) + (all_ranks_ ? 32 + threadIdx.x % ranks_ : 0);
       const uint32_t wanted = all_ranks_ ? passed_.exchanges : passed_.all * gridDim.x;
-      for (Waiter::Wait wait = waiter_.Begin();;) {
+      for (Waiter::Wait wait = waiter_.Begin(); !waiter_.Aborted();) {
         const uint32_t seen = ptx::LdAcquire<Scope::kSys>(word);
         const bool there = int32_t(seen - wanted) >= 0;
         if (__all_sync(kAllLanes, there)) break;

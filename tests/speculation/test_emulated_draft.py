@@ -198,9 +198,9 @@ def test_a_rank_that_does_not_run_is_reported(rank):
     ed.only_rank(rank)
     try:
         with pytest.raises(WaitError, match=rf"rank {rank} block \d layer 0 phase 10"):
-            ed.draft(drafter, cache, ANCHOR, How(ranks=2, budget_ms=50))
+            ed.draft(drafter, cache, ANCHOR, How(ranks=2, budget_ms=5))
         with pytest.raises(WaitError, match=rf"rank {rank} block \d layer 0 phase 12"):
-            ed.commit(drafter, cache, taps_of(drafter.config, 16), 4, 3, How(ranks=2, budget_ms=50))
+            ed.commit(drafter, cache, taps_of(drafter.config, 16), 4, 3, How(ranks=2, budget_ms=5))
     finally:
         ed.only_rank(-1)
     assert_same_draft(ed.draft(drafter, cache, ANCHOR, How(ranks=2)), ed.draft(drafter, cache, ANCHOR))
