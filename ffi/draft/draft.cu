@@ -60,6 +60,7 @@ Workspace MakeWorkspace(const Frames& frames, int device) {
   Check(cudaMalloc(&w.passed, w.blocks * sizeof(comm::Passed)), "cudaMalloc");
   Check(cudaMalloc(&w.abort, 8), "cudaMalloc");
   w.budget = w.abort + 1;
+  Check(cudaMemset(w.frames, 0, w.bytes), "cudaMemset");  // rows that are not there are read, and taken out later
   Check(WriteBudget(w), "cudaMemcpy");
   Check(Clear(w), "cudaMemset");
   return w;
