@@ -46,7 +46,7 @@ struct Frames {
   // this rank's own
   int64_t q, k, v;                                  // bf16 [heads here][row][c]
   int64_t part, part_most, part_sum;                // f32 [heads here][piece][row][c], [heads here][piece][row]
-  int64_t found, found_sums;  // Ranked [slice][row][segment][kMaxCandidates], f32 [slice][row][segment]
+  int64_t found, found_sums;                        // Ranked [slice][row][segment][16], f32 [slice][row][segment]
   int64_t partial;                                  // f32 [tile][chunk][row][16], see gemm.cuh
   int64_t bytes;
 

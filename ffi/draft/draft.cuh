@@ -4,8 +4,9 @@
 // Supersteps alternate: all blocks multiply, then all finish what came of it, row by row. Barriers of all ranks end
 // those whose results other ranks read; weights of the next GEMM are on their way meanwhile.
 //
-// Bits: the same for any number of blocks, ranks and rows beside a row's own; those of cpu/draft.h up to the inner
-// order of an MMA, the order in which attention adds, and that of the candidates' sums.
+// Bits: the same for any number of blocks and ranks, and in every launch; of a committed row whatever the other rows
+// are. Those of cpu/draft.h up to the inner order of an MMA, the order in which attention adds, and that of the
+// candidates' sums.
 #pragma once
 
 #include "draft/attention.cuh"

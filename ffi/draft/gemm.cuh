@@ -270,7 +270,7 @@ __device__ __noinline__ void Prefetch(const Gemm* given) {
 }
 
 // Sums of a team's unit of the chunk at hand.
-__device__ __forceinline__ void MultiplyUnit(const Gemm& g, const Unit& unit, int turn) {
+__device__ __forceinline__ void MultiplyUnit(const Gemm& g, int turn) {
   const int steps = g.Steps(), range = Warp() % int(kRanges);
   float (*sums)[kPartialFloats] = OfBlock().sums[Team()][turn % 2];
   const uint4* weights = OfBlock().ring[turn % kDepth][Warp()] + Lane();
@@ -310,7 +310,7 @@ __device__ __noinline__ void MultiplyUnits() {
 #pragma unroll 1
     for (; mine.number < first; mine.Advance(g, kTeams), ahead.Advance(g, kTeams), ++turn) {
       ptx::CpAsyncWait<kDepth - 1>();
-      MultiplyUnit(g, mine, turn);
+      MultiplyUnit(g, turn);
       Load(g, ahead, turn % kDepth);
       ptx::BarSync(1 + Team(), 32 * kRanges);
       AddRanges(g, mine, turn);
