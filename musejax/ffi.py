@@ -24,8 +24,9 @@ from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, 
 ABI = 6
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
-MAX_DRAFT_LAYERS, MAX_DRAFT_CANDIDATES = 16, 16
-"""What the CUDA library's drafter kernels take: layers of a launch, and candidates, of which a warp keeps so many."""
+MAX_DRAFT_LAYERS, MAX_DRAFT_CANDIDATES, MAX_DRAFT_VOCABULARY = 16, 16, 2**19
+"""What the CUDA library's drafter kernels take (ffi/draft/draft.cu Refusal): layers of a launch, candidates, of which a
+warp keeps so many, and ids, whose best a block ranks in shared memory."""
 
 _MODULES = {"cpu": "musejax._cpu", "cuda": "musejax._cuda"}
 _ALIASES = {"gpu": "cuda"}  # what JAX calls the platform of an NVIDIA GPU

@@ -59,8 +59,7 @@ __device__ __noinline__ void FinishContext(int count) {
 }
 
 // Float32 results [8][row][width] as they are, to all ranks: coefficients of convolutions, the selector's gate.
-__device__ __noinline__ void FinishFloats(int64_t width, int first_row,
-                                          int64_t frame) {
+__device__ __noinline__ void FinishFloats(int64_t width, int first_row, int64_t frame) {
   const Context& c = TheContext();
   const Gemm g = TheGemm();
   ForLeaves(c, width, c.p.rows - first_row, [&](const RowOf& at) {

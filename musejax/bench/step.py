@@ -27,15 +27,16 @@ from musejax.bench.step_cases import StepCase, StepTiming
 from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels.cache import MAX_ROWS
 from musejax.kernels.calls import Call, RowState
-from musejax.kernels.draft_calls import DraftCall, draft_attribute
+from musejax.kernels.draft_calls import DraftCall
 from musejax.numerics import round_bf16
 from musejax.speculation import accept as acceptance
+from musejax.speculation import draft_kernels
 from musejax.speculation.config import DraftConfig
+from musejax.speculation.draft import Lattice
 from musejax.speculation.packing import layout as draft_layout
 from musejax.speculation.tree import Tree
 
 TARGETS = ("musejax_draft_looped", "musejax_draft_commit_looped", "musejax_draft_tree", "musejax_layers_looped")
-NO_DEVICES = np.zeros(0, np.int64)
 FIRST_TOKEN = 1
 GENERATOR = "rbg"  # the default one needs many times the memory of 8-bit codes
 
@@ -147,7 +148,7 @@ class Step:
         self.case, self.config, self.drafter = case, case.config, case.drafter
         self.taps = tuple(sorted(set(case.tapped)))
         self.call = Call(self.config, DecodeConfig(), "cuda")
-        self.draft_call = DraftCall(self.drafter, "cuda")
+        self.draft_call = DraftCall(self.drafter, "cuda", looped=True)
 
     def start(self, seed: int) -> State:
         """The first state: caches full of random keys and values."""
@@ -162,24 +163,15 @@ class Step:
         return State(kept, rings, jnp.int32(self.case.context), jnp.int32(FIRST_TOKEN), jnp.int32(0),
                      jnp.zeros(MAX_ROWS, jnp.int32))
 
-    def _layers(self, weights) -> list:
-        return [x for p in weights["drafter"]["layers"] for x in (p["dense"], p["small"])]
-
     def draft(self, weights: dict, rings, length, token) -> Tree:
         """Drafter and tree."""
         d, p = self.drafter, weights["drafter"]
         ids = jnp.full(d.block_size, d.mask_token_id, jnp.int32).at[0].set(token)
         cos_sin = self.draft_call.angles(length + jnp.arange(d.block_size, dtype=jnp.int32))
-        q, a, n = d.depth, d.candidates, MAX_ROWS
-        lattice = jax.ffi.ffi_call("musejax_draft_looped", (_int32(q, a), _float32(q, a, a), _float32(q)))(
+        lattice = Lattice(*self.draft_call.draft(
             weights["embed"][:, ids], cos_sin, token, length, p["norm"], weights["lm_head"], p["selector"],
-            p["predecessor"], p["successor"], *rings, *self._layers(weights), model=draft_attribute(d),
-            num_tokens=d.vocab_size, devices=NO_DEVICES)
-        results = (_int32(n), _int32(n), _int32(n), _int32(n), _float32(n))
-        tokens, parents, depth, ancestors, cum = jax.ffi.ffi_call("musejax_draft_tree", results)(
-            token, *lattice, width=a, spine=0, tau=np.float32(1))
-        valid = (depth > 0) | (jnp.arange(n) == 0)
-        return Tree(tokens, parents, depth, valid, lax.bitcast_convert_type(ancestors, jnp.uint32), cum)
+            p["predecessor"], p["successor"], *rings, p["layers"], num_tokens=None))
+        return draft_kernels.tree(token, lattice)
 
     def verify(self, weights: dict, kept: list, length, accepted, path, tree: Tree) -> tuple[Verified, list]:
         """Layers and LM head for the nodes of a tree -> (what they say, kept)."""
@@ -201,10 +193,8 @@ class Step:
         p = weights["drafter"]
         joined = jnp.concatenate([taps[self.taps.index(i)] for i in self.case.tapped], axis=-1)[path]
         cos_sin = self.draft_call.angles(start + jnp.arange(MAX_ROWS, dtype=jnp.int32))
-        results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rings)
-        return tuple(jax.ffi.ffi_call("musejax_draft_commit_looped", results, input_output_aliases={6: 0, 7: 1})(
-            joined, cos_sin, start, count, p["fc"], p["hidden_norm"], *rings, *self._layers(weights),
-            model=draft_attribute(self.drafter), devices=NO_DEVICES))
+        return tuple(self.draft_call.commit(joined, cos_sin, start, count, p["fc"], p["hidden_norm"], *rings,
+                                            p["layers"]))
 
     def step(self, state: State, weights: dict) -> tuple[State, Result]:
         """Draft, tree, verify, accept, commit."""
@@ -220,14 +210,6 @@ class Step:
 def _eight(x: jax.Array) -> jax.Array:
     """[1, ...] -> [8, ...]: as if every rank sent the same."""
     return jnp.tile(x, (NUM_SLICES,) + (1,) * (x.ndim - 1))
-
-
-def _int32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _float32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 # ------------------------------------------------------------------ measuring

@@ -52,11 +52,12 @@ def draft_attribute(config: DraftConfig) -> dict:
 
 
 class DraftCall:
-    """FFI targets for one drafter."""
+    """FFI targets for one drafter. looped: of a whole pass those that one rank of several runs alone, for measurements:
+    what the others would send is its own."""
 
-    def __init__(self, config: DraftConfig, platform: str = "cpu"):
+    def __init__(self, config: DraftConfig, platform: str = "cpu", looped: bool = False):
         ffi.library(platform)
-        self.config, self.model = config, draft_attribute(config)
+        self.config, self.model, self._suffix = config, draft_attribute(config), "_looped" if looped else ""
 
     def _run(self, target, results, *operands, alias=None, **attributes):
         call = jax.ffi.ffi_call(f"musejax_{target}", results, input_output_aliases=alias)
@@ -88,7 +89,8 @@ class DraftCall:
         """
         self._connect(layers, keys, devices)
         operands = (rows, cos_sin, anchor, length, norm, lm_head, selector, predecessor, successor, keys, values)
-        return self._run("draft", _lattice(rows.shape[1] - 1, self.config.candidates), *operands, *_weights(layers),
+        results = _lattice(rows.shape[1] - 1, self.config.candidates)
+        return self._run("draft" + self._suffix, results, *operands, *_weights(layers),
                          num_tokens=self._limit(num_tokens), devices=np.asarray(devices, np.int64))
 
     def commit(self, taps, cos_sin, start, count, fc, hidden_norm, keys, values, layers, *,
@@ -99,8 +101,9 @@ class DraftCall:
             LibraryError: as `ffi.connect_draft`.
         """
         self._connect(layers, keys, devices)
-        return self._run("draft_commit", (_like(keys), _like(values)), taps, cos_sin, start, count, fc, hidden_norm,
-                         keys, values, *_weights(layers), alias={6: 0, 7: 1}, devices=np.asarray(devices, np.int64))
+        return self._run("draft_commit" + self._suffix, (_like(keys), _like(values)), taps, cos_sin, start, count, fc,
+                         hidden_norm, keys, values, *_weights(layers), alias={6: 0, 7: 1},
+                         devices=np.asarray(devices, np.int64))
 
     # ---- phases, for one CPU device of several: context ----
 

@@ -49,6 +49,9 @@ def kernel_problems(config: DraftConfig, policy: Policy, platform: str) -> list[
         if config.candidates > ffi.MAX_DRAFT_CANDIDATES:
             problems.append(f"selector_top_k: expected at most {ffi.MAX_DRAFT_CANDIDATES} candidates, what a warp "
                             f"keeps, got {config.candidates}")
+        if config.vocab_size > ffi.MAX_DRAFT_VOCABULARY:
+            problems.append(f"vocab_size: expected at most {ffi.MAX_DRAFT_VOCABULARY}, which a block ranks, got "
+                            f"{config.vocab_size}")
         if config.has_conv and config.conv_group_size % 2:
             problems.append(f"conv_group_size: expected an even number of channels, got {config.conv_group_size}")
         if config.num_hidden_layers > ffi.MAX_DRAFT_LAYERS:

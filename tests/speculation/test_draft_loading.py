@@ -77,6 +77,8 @@ def test_limits_of_the_cuda_kernels(monkeypatch):
         assert kernel_problems(NANO_DRAFTER, POLICY, platform) == []
         candidates, layers = kernel_problems(many, POLICY, platform)
         assert "at most 16 candidates, what a warp keeps, got 24" in candidates and "at most 16 layers" in layers
+        ids, groups = kernel_problems(replace(NANO_DRAFTER, vocab_size=2**19 + 8, conv_group_size=1), POLICY, platform)
+        assert "vocab_size: expected at most 524288" in ids and "conv_group_size: expected an even number" in groups
     monkeypatch.setattr(ffi, "library", lambda platform: SimpleNamespace(targets=dict))
     assert "the drafter's targets, got cuda" in kernel_problems(NANO_DRAFTER, POLICY, "cuda")[0]
 
