@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from musejax.bench.limits import GROUPS
 from musejax.commands import UsageError
-from musejax.commands.interrupts import INTERRUPTED, leave, leave_on_interrupt
+from musejax.commands.interrupts import INTERRUPTED, ignore_interrupts, leave, leave_on_interrupt
 from musejax.gsm8k import options as gsm8k
 
 WRONG_INPUT, READER_GONE = 2, 141
@@ -408,6 +408,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     code = main(argv)
     if code == INTERRUPTED:
         leave(code)
+    ignore_interrupts()
     return code
 
 

@@ -521,6 +521,22 @@ def test_second_sigint_leaves_at_once(endless):
     assert process.returncode == 130 and "Traceback" not in err
 
 
+def test_sigint_after_the_work_is_done():
+    """The exit code stays that of the work while Python and its libraries are torn down."""
+    code = ("import atexit, sys, time, musejax.cli as c\n"
+            "atexit.register(lambda: (print('teardown', flush=True), time.sleep(1)))\n"
+            "sys.exit(c.run(sys.argv[1:]))")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "info", "nano"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    for line in process.stdout:
+        if line == "teardown\n":
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == ""
+
+
 def test_sigint_in_convert_and_check(shared, tmp_path):
     source, out = shared / "data" / "hf_mini", tmp_path / "out"
     for argv in (("convert", source, out), ("check", source)):

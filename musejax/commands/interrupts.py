@@ -31,6 +31,16 @@ def leave_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _leave_now)
 
 
+def ignore_interrupts() -> None:
+    """Ctrl-C changes nothing from now on: the work is done, and the exit code says how.
+
+    Python gives SIGINT its default action back before the last libraries are torn down, which would end the process
+    with a signal instead.
+    """
+    if _in_main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _leave_now(signum, frame) -> None:
     _say("interrupted")
     leave(INTERRUPTED)
