@@ -27,12 +27,12 @@ static_assert(kTailBlocks == 3 && kRecordWords == 12, "as Frames says");
 
 // Publishes a row that lies two columns a lane: lane i is register i % 8 of t = i / 8.
 template <Scope kScope>
-__device__ __forceinline__ void PublishPermuted(Word* record, uint32_t columns, uint32_t tag) {
+__device__ __forceinline__ void PublishPermuted(Word* record, uint32_t columns, uint32_t tag, bool there = true) {
   const int lane = threadIdx.x % 32, t = lane / 3 % 4, first = lane % 3 * 3;
   uint32_t r[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) r[i] = __shfl_sync(kAllLanes, columns, t * 8 + (first + i) % 8);
-  if (lane < kRecordWords) Publish<kScope>(record + lane, r[0], r[1], r[2], tag);
+  if (there && lane < kRecordWords) Publish<kScope>(record + lane, r[0], r[1], r[2], tag);
 }
 
 // Registers of t = lane % 4 of a bf16 row of 64 columns in plain order.
@@ -373,23 +373,26 @@ __device__ void AttendTailBlock(Context<S>& c, int key_head, int row, uint32_t p
     from[1 + n] = RecordAt<kHeadColumns>(c.Frame(Frames<S>::k), record) + 3 * t;
     from[3 + n] = RecordAt<kHeadColumns>(c.Frame(Frames<S>::v), record) + 3 * t;
   }
-  Word w[15];
-  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return from[i / 3] + i % 3; }, w);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (g < S::kGroup) q[0][i] = Register(w[i / 3], i % 3);
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-      if (key[n].place == TailKey::kPass)
-        k[n][i] = Register(w[3 + 3 * n + i / 3], i % 3), v[n][i] = Register(w[9 + 3 * n + i / 3], i % 3);
-  }
-
   const int last = PositionOf(c, path), first = FirstSeen(last, arrays.window);
-  BlockSums sums;
-  AttendBlock(
-      q, k, v, c.pass().model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; },
-      sums);
-  if (g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
+  Rehearse([&](bool rehearsal) {
+    Word w[15];
+    const bool there =
+        Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return from[i / 3] + i % 3; }, w, rehearsal);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (g < S::kGroup) q[0][i] = Register(w[i / 3], i % 3);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (key[n].place == TailKey::kPass)
+          k[n][i] = Register(w[3 + 3 * n + i / 3], i % 3), v[n][i] = Register(w[9 + 3 * n + i / 3], i % 3);
+    }
+    BlockSums sums;
+    AttendBlock(
+        q, k, v, c.pass().model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; },
+        sums);
+    if (there && g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
+    return there;
+  });
 }
 
 // Row warps, first those that do not multiply: the blocks that hold positions which the cache lacks, one task each.
@@ -412,10 +415,10 @@ __device__ __noinline__ void AttendTail(Context<S>& c) {
 // ---- merge -------------------------------------------------------------------------------------------------------
 
 // The total of 24 lanes (t, word), three of its 17 floats each: units, then tail blocks. And the row's gate, which comes
-// along with them.
+// along with them. there: as Receive; what follows a batch that is not is left out.
 template <typename S>
 __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const History& history, int tails, int head,
-                                                     int row, uint32_t& gate) {
+                                                     int row, bool rehearsal, uint32_t& gate, bool& there) {
   const int mine = Min(c.lane(), 4 * kSumWords - 1), items = history.units + tails;
   constexpr int kUnitWords = int(Frames<S>::unit_bytes / 16);
   const Word* units = UnitSums(c, 0, head, row) + mine;
@@ -423,14 +426,15 @@ __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const Histor
   const auto at = [&](int i) { return units + (i < history.units ? i * kUnitWords : tail + i * 4 * kSumWords); };
   const uint64_t* gates = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32;
   LevelSums<3> sums;
-  for (int begin = 0; begin < items; begin += kMergeBatch) {
+  there = true;
+  for (int begin = 0; begin < items && there; begin += kMergeBatch) {
     const int end = history.EndOf(Min(begin + c.lane(), items - 1));  // of item `lane` of the batch
     const uint32_t chunks = __ballot_sync(kAllLanes, EndsChunk(end)), groups = __ballot_sync(kAllLanes, EndsGroup(end));
     Word w[kMergeBatch];
     float columns[1];
-    ReceiveBoth<false>(
+    there = ReceiveBoth<false>(
         c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w,
-        [&](int) { return gates + c.lane(); }, columns);
+        [&](int) { return gates + c.lane(); }, columns, rehearsal);
     gate = __float_as_uint(columns[0]);
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
@@ -456,11 +460,13 @@ __device__ __forceinline__ Two WeightedMean(const float (&total)[3]) {
   return Rounded({a / weight, b / weight});
 }
 
-// o of one row and head, two columns a lane: output norm and gate.
+// o of one row and head, two columns a lane: output norm and gate. there: as Receive.
 template <typename S>
-__device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row) {
+__device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row,
+                                             bool rehearsal, bool& there) {
   uint32_t gate = 0;
-  const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row, gate);
+  const int tails = history.TailsTo(PositionOf(c, path));
+  const LevelSums<3> sums = TotalOfItems(c, history, tails, head, row, rehearsal, gate, there);
   const Two open = {Sigmoid(Unpack(gate).a), Sigmoid(Unpack(gate).b)};
   const Two x = WeightedMean(sums.total);
   const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
@@ -477,11 +483,18 @@ __device__ __noinline__ void MergeAttention(Context<S>& c) {
   c.ForTasks(S::kHeadsHere * kRows, [&](int i) {
     const int row = i % kRows, head = i / kRows;
     const uint32_t path = __shfl_sync(kAllLanes, path_of_lane, row);
-    const uint32_t o = row < c.valid ? MergeRow(c, history, path, head, row) : 0;
-    const Word word = RecordWord<kHeadColumns>(o, c.epoch);
-    ForRanks(c, head / kHeadsSlice, [&](uint8_t* frames, int slice) {
-      const int record = (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row;
-      PublishRecord<kHeadColumns>(RecordAt<kHeadColumns>(frames + Frames<S>::o, record), word);
+    Rehearse([&](bool rehearsal) {
+      bool there = true;
+      const uint32_t o = row < c.valid ? MergeRow(c, history, path, head, row, rehearsal, there) : 0;
+      const Word word = RecordWord<kHeadColumns>(o, c.epoch);
+      ForRanks(
+          c, head / kHeadsSlice,
+          [&](uint8_t* frames, int slice) {
+            const int record = (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row;
+            PublishRecord<kHeadColumns>(RecordAt<kHeadColumns>(frames + Frames<S>::o, record), word, there);
+          },
+          there);
+      return there;
     });
   });
 }

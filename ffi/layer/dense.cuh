@@ -332,31 +332,37 @@ __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer
 
 // ---- row tasks ----
 
-// Finished sums of one row of kWidth columns, two columns a lane.
+// Finished sums of one row of kWidth columns, two columns a lane; not there: a rehearsal's.
+struct Finished {
+  Two sum;
+  bool there;
+};
 //   first: partial of the row in the first of its tiles, chunk 0
 template <int kWidth>
-__device__ __noinline__ Two FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks) {
+__device__ __noinline__ Finished FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks,
+                                               bool rehearsal) {
   constexpr int kMost = 8;
   const int lane = Min(int(threadIdx.x % 32), kWidth / 2 - 1);
   const Word* mine = first + lane / kPairWords * chunks * kRows * kPairWords + lane % kPairWords;
   Word w[kMost];
-  Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w);
+  const bool there = Receive<Scope::kGpu>(
+      waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w, rehearsal);
   Two sum = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kMost; ++i)
     if (i < chunks)
       sum = {sum.a + __uint_as_float(Register(w[i], 0)), sum.b + __uint_as_float(Register(w[i], 1))};
-  return threadIdx.x % 32 < kWidth / 2 ? sum : Two{0.0f, 0.0f};
+  return {threadIdx.x % 32 < kWidth / 2 ? sum : Two{0.0f, 0.0f}, there};
 }
 
 // The same from column tile `tile` of a slice here on.
 template <typename S, Dense kWhich, int kWidth>
-__device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int tile, int row) {
+__device__ __forceinline__ Finished FinishColumns(const Context<S>& c, int slice, int tile, int row, bool rehearsal) {
   using D = DenseOf<S, kWhich>;
   static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
   const Word* first = reinterpret_cast<const Word*>(c.Frame(D::kPartial)) +
                       ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * kPairWords;
-  return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
+  return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks, rehearsal);
 }
 
 }  // namespace musejax::layer
