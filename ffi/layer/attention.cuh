@@ -198,14 +198,16 @@ struct Seen {
   int first[2], first_key;
 };
 
-// Rows g and g + 8 of a head's queries.
+// Rows g and g + 8 of a head's queries. False: as Receive.
 template <typename S>
-__device__ __forceinline__ void ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8]) {
+__device__ __forceinline__ bool ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8], bool rehearsal) {
   Word w[6];
   const Word* record = RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + c.lane() / 4) + c.lane() % 4 * 3;
-  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
+  const bool there = Receive<Scope::kGpu>(
+      c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w, rehearsal);
 #pragma unroll
   for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = Register(w[i / 8 * 3 + i % 8 / 3], i % 8 % 3);
+  return there;
 }
 
 // One block of a stage that begins at block `begin`, for the 16 rows of a head.
@@ -240,37 +242,42 @@ __device__ __forceinline__ void StoreBlock(float* block, const BlockSums& sums) 
 }
 
 // A unit of one chunk for the 16 rows of one head. Stage by stage each MMA warp takes one block; its keys read, the
-// stage takes the blocks' sums, which all threads add, a word or two each.
+// stage takes the blocks' sums, which all threads add, a word or two each. The first block is rehearsed.
 template <typename S>
 __device__ __forceinline__ void AttendChunk(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
                                             const Seen& seen) {
   constexpr int kEach = (kBlockFloats / 3 + 32 * kMmaWarps - 1) / (32 * kMmaWarps);
   const int warp = c.warp - kFirstMmaWarp, thread = int(threadIdx.x) - 32 * kFirstMmaWarp;
-  uint32_t q[2][8];
-  ReceiveQueries(c, head, q);
   float total[kEach][3] = {};
-  ForStages(blocks, [&](Blocks part) {
-    const int first = part.begin / kStageBlocks * kStageBlocks, mine = first + warp;
-    const bool here = mine >= part.begin && mine < part.end;
-    uint8_t* stage = ring.Wait(c.waiter);
-    float* sums_of_blocks = reinterpret_cast<float*>(stage);
-    BlockSums sums;
-    if (here) AttendStaged(stage, part.begin, mine, q, c.pass().model.attention_scale, seen, sums);
-    ptx::BarSync(4, 32 * kMmaWarps);
-    if (here) StoreBlock(sums_of_blocks + warp * kBlockFloats, sums);
-    ptx::BarSync(4, 32 * kMmaWarps);
+  Rehearse([&](bool rehearsal) {
+    uint32_t q[2][8];
+    const bool there = ReceiveQueries(c, head, q, rehearsal);
+    ForStages(blocks, [&](Blocks part) {
+      if (!there && part.begin != blocks.begin) return;
+      const int first = part.begin / kStageBlocks * kStageBlocks, mine = first + warp;
+      const bool here = mine >= part.begin && mine < part.end;
+      uint8_t* stage = ring.Wait(c.waiter);
+      float* sums_of_blocks = reinterpret_cast<float*>(stage);
+      BlockSums sums;
+      if (here) AttendStaged(stage, part.begin, mine, q, c.pass().model.attention_scale, seen, sums);
+      if (!there) return;
+      ptx::BarSync(4, 32 * kMmaWarps);
+      if (here) StoreBlock(sums_of_blocks + warp * kBlockFloats, sums);
+      ptx::BarSync(4, 32 * kMmaWarps);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int word = thread + i * 32 * kMmaWarps;
-      if (word >= kBlockFloats / 3) continue;
+      for (int i = 0; i < kEach; ++i) {
+        const int word = thread + i * 32 * kMmaWarps;
+        if (word >= kBlockFloats / 3) continue;
 #pragma unroll 1
-      for (int block = part.begin; block < part.end; ++block)
+        for (int block = part.begin; block < part.end; ++block)
 #pragma unroll
-        for (int j = 0; j < 3; ++j)
-          total[i][j] = total[i][j] + sums_of_blocks[(block - first) * kBlockFloats + 3 * word + j];
-    }
-    ptx::FenceProxyAsync();  // the next copy into the stage comes after these accesses
-    ring.Release();
+          for (int j = 0; j < 3; ++j)
+            total[i][j] = total[i][j] + sums_of_blocks[(block - first) * kBlockFloats + 3 * word + j];
+      }
+      ptx::FenceProxyAsync();  // the next copy into the stage comes after these accesses
+      ring.Release();
+    });
+    return there;
   });
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -286,7 +293,7 @@ template <typename S>
 __device__ __forceinline__ void AttendUnit(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
                                            const Seen& seen) {
   uint32_t q[2][8];
-  ReceiveQueries(c, head, q);
+  ReceiveQueries(c, head, q, false);
   BlockSums chunk, total;
   ForStages(blocks, [&](Blocks part) {
     const uint8_t* stage = ring.Wait(c.waiter);

@@ -147,16 +147,17 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
 // ---- MMA warps ----
 
 // B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to
-// 15.
+// 15. False: as Receive.
 template <int kSteps, int kBlock>
-__device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
-                                         uint32_t (&b)[kSteps][4]) {
+__device__ __forceinline__ bool LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
+                                         uint32_t (&b)[kSteps][4], bool rehearsal = false) {
   constexpr int kWords = RecordWords(kBlock), kBlocks = kSteps * 16 / kBlock, kRegs = RecordRegisters(kBlock);
   const Word* mine = first + (lane / 4 * 4 + lane % 4) * kWords;
   Word w[kBlocks * 2 * kWords];
-  Receive<Scope::kSys>(
+  const bool there = Receive<Scope::kSys>(
       waiter, epoch,
-      [&](int i) { return mine + (i / kWords / 2 * kRows + i / kWords % 2 * 8) * 4 * kWords + i % kWords; }, w);
+      [&](int i) { return mine + (i / kWords / 2 * kRows + i / kWords % 2 * 8) * 4 * kWords + i % kWords; }, w,
+      rehearsal);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -164,6 +165,7 @@ __device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Wo
 #pragma unroll
       for (int r = 0; r < kRegs; ++r)
         b[block * (kRegs / 2) + r / 2][half * 2 + r % 2] = Register(w[(block * 2 + half) * kWords + r / 3], r % 3);
+  return there;
 }
 
 // Something of every load, for Consumer::Release.
@@ -198,21 +200,27 @@ __device__ __forceinline__ const Word* RangeOf(const DenseJob& job, int u) {
   return job.input + (job.ChunkOf(u) * kMmaWarps + warp) * (kSteps * 16 / kBlock) * kRows * 4 * RecordWords(kBlock);
 }
 
-// The units of a GEMM but the router's.
+// The units of a GEMM but the router's. The first is rehearsed while the GEMM's input is on its way.
 template <int kSteps, int kBlock, typename S>
 __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const Waiter waiter = c.waiter;
   const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
+  bool rehearsal = true;
+#pragma unroll 1
   for (int u = job.begin; u < job.end;) {
     const int end = Min(job.end, (job.ChunkOf(u) + 1) * job.slices * job.tiles);
     uint32_t b[kSteps][4];
-    LoadRows<kSteps, kBlock>(waiter, job.epoch, RangeOf<kSteps, kBlock>(job, u), lane, b);
+    const bool there = LoadRows<kSteps, kBlock>(waiter, job.epoch, RangeOf<kSteps, kBlock>(job, u), lane, b, rehearsal);
+    rehearsal = false;
 #pragma unroll 1
     for (; u < end; ++u) {
       float d[2][4] = {};
       const uint8_t* stage = consumer.Wait(waiter);
-      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) { consumer.Release(loaded); });
+      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) {
+        if (there) consumer.Release(loaded);
+      });
+      if (!there) break;
       StoreSums(consumer.Enter(waiter, warp), d, lane);
       consumer.Leave();
       consumer.NextUnit();
