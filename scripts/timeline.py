@@ -150,6 +150,16 @@ def regimes(launches: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndar
     return ((listed[:, 1:] - down[:, :-1]) / 1e3).ravel(), ((down - listed)[:, 1:] / 1e3).ravel()
 
 
+def after_gemm2(launches: np.ndarray, names: list[str]) -> np.ndarray:
+    """us of every layer but the first and of every SM, flat: from when the last of its MMA warps has ended the experts'
+    second GEMM to when the first of them has ended the next GEMM, the unpooler's. At most so long the tensor cores wait
+    for exchanges there; the unpooler's own units, a microsecond or so, are in it.
+    """
+    x = launches[:, :, ROLES["multiply"], 1:]
+    begin, end = (x[..., names.index(name)] for name in ("DownSums", "UnpoolerSums"))
+    return ((end.min(axis=2) - begin.max(axis=2)) / 1e3).ravel()
+
+
 def chain(launch: np.ndarray, layer: int, names: list[str]) -> list[tuple[str, int, int, float]]:
     """Who was last at each point of a layer: (point, SM, warp, us since the layer's first stamp)."""
     x = launch[:, :, layer]
@@ -222,6 +232,9 @@ def as_text(launches: np.ndarray, names: list[str], layer: int) -> str:
     w, e = regimes(launches, names)
     lines += ["", "; ".join(f"{name} {np.median(x):.1f} us ({x.min():.1f} to {x.max():.1f})"
                             for name, x in (("layer", w + e), ("W", w), ("E", e)))]
+    idle = after_gemm2(launches, names)
+    lines += [f"after GEMM2 until the unpooler has been multiplied, an SM: {np.median(idle):.1f} us "
+              f"({idle.min():.1f} to {idle.max():.1f})"]
     lines += [f"the clock advances by {clock_step(launches)} ns", "", f"last at each point of layer {layer}:"]
     lines += [f"  {at:7.1f} {name:<13} SM {sm} warp {warp}" for name, sm, warp, at in chain(launches[-1], layer, names)]
     for role, parts in shares(launches, names).items():
