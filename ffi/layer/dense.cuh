@@ -150,7 +150,7 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
 // 15. False: as Receive.
 template <int kSteps, int kBlock>
 __device__ __forceinline__ bool LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
-                                         uint32_t (&b)[kSteps][4], bool rehearsal = false) {
+                                         uint32_t (&b)[kSteps][4], bool rehearsal) {
   constexpr int kWords = RecordWords(kBlock), kBlocks = kSteps * 16 / kBlock, kRegs = RecordRegisters(kBlock);
   const Word* mine = first + (lane / 4 * 4 + lane % 4) * kWords;
   Word w[kBlocks * 2 * kWords];
@@ -251,21 +251,23 @@ struct RouterWeights {
               reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column + 16 * j + r / 2 * 8));
       }
   }
-  __device__ __forceinline__ void Multiply(const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
+  __device__ __forceinline__ void Multiply(const uint32_t (&b)[kSteps][4], float (&d)[2][4]) const {
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j)
+    for (int j = 0; j < kSteps; ++j) {
+      float2 left[4] = {w[j][0], w[j][1], w[j][2], w[j][3]};
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         uint32_t a[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          a[r] = PackBf16(w[j][r].x, w[j][r].y);
+          a[r] = PackBf16(left[r].x, left[r].y);
           const Two taken = Unpack(a[r]);
-          w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
+          left[r] = {left[r].x - taken.a, left[r].y - taken.b};
         }
         ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
         ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
       }
+    }
   }
 };
 
@@ -281,10 +283,15 @@ __device__ __forceinline__ void RouterUnits(const Context<S>& c, Consumer& consu
     const float* of_slice = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes);
     RouterWeights<D::kSteps, D::kColumns> weights;
     weights.Load(of_slice + range * D::kColumns * D::kRangeK, (at - slice * D::kTiles) * 16, lane);
-    uint32_t b[D::kSteps][4];
-    LoadRows<D::kSteps, D::kBlock>(waiter, job.epoch, RangeOf<D::kSteps, D::kBlock>(job, u), lane, b);
-    float d[2][4] = {};
-    weights.Multiply(b, d);
+    float d[2][4];
+    Rehearse([&](bool rehearsal) {
+      uint32_t b[D::kSteps][4];
+      const Word* input = RangeOf<D::kSteps, D::kBlock>(job, u);
+      const bool there = LoadRows<D::kSteps, D::kBlock>(waiter, job.epoch, input, lane, b, rehearsal);
+      for (float(&half)[4] : d) half[0] = half[1] = half[2] = half[3] = 0.0f;
+      weights.Multiply(b, d);
+      return there;
+    });
     StoreSums(consumer.Enter(waiter, warp), d, lane);
     consumer.Leave();
     consumer.NextUnit();
