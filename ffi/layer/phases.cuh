@@ -204,7 +204,7 @@ __device__ __forceinline__ void CombineRows(Context<S>& c, const RouteShared& ro
     const CombineTask<S> task(i);
     if (task.row >= p.rows) return;
     LoadSlots(c, route, y, task, z);
-    PublishSlotSums(c, task, z);
+    PublishSlotSums(c, task, z, true);
   });
   const int first = p.groups ? Max(*p.begin, 0) / (S::kExperts / int(c.pass().model.combine_groups)) : 0;
   c.ForTasks(kTasks, [&](int i) {
@@ -212,7 +212,8 @@ __device__ __forceinline__ void CombineRows(Context<S>& c, const RouteShared& ro
     if (task.row >= p.rows) return;
     LoadSlots(c, route, y, task, z);
     const SlotOrder order = OrderOfSlots(c, route, task.row);
-    const float rstd = SlotRstds(c, task.row);
+    bool there;
+    const float rstd = SlotRstds(c, task.row, false, there);
     const int block = i / kRows;
     if (!p.groups) {
       const Two m = WeightedSum(c, route, order, task.row, z, rstd);
