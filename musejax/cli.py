@@ -289,8 +289,10 @@ def _add_bench(commands) -> None:
     p = kinds.add_parser("step", help="milliseconds of a whole speculative step", description=(
         "Measures draft, tree, verification by all layers, LM head, accept and commit of the released sizes as one "
         "program: one rank of 8 on one GPU, exchanges looped back, 16 rows, random weights (67 GB). Prints one line: "
-        "the step, draft and verification alone, launches, share of the HBM rate measured before. Exit code 1 if "
-        "results are not finite, or differ when repeated."))
+        "the step, draft and verification alone, launches, share of the HBM rate measured before. Several GPUs "
+        "exchange for real, always in turns with the first one's part alone, exchanges looped back: what the exchange "
+        "adds. Exit code 1 if results are not finite, or differ when repeated, from GPU to GPU, or from those without "
+        "exchange."))
     p.add_argument("--layers", metavar="N", type=int, default=62, help="of the model, 1 to 62 (default 62)")
     p.add_argument("--context", metavar="N", type=int, default=2048,
                    help="positions before the step, 16 or more (default 2048)")
@@ -301,6 +303,11 @@ def _add_bench(commands) -> None:
     p.add_argument("--accepted", metavar="N", type=float, default=6.6,
                    help="tokens a step, 1 to 16, that tokens a second are stated for; assumed, not measured (default "
                    "6.6)")
+    p.add_argument("--devices", metavar="N", type=int, default=1,
+                   help="GPUs, a rank each, 1, 2, 4 or 8; several have all of embedding, drafter and LM head together, "
+                        "and of each layer --slices (default 1)")
+    p.add_argument("--slices", metavar="N", type=int, default=1,
+                   help="of a layer's 8 on each of them: 1, 2, 4 or 8; those not there are looped back (default 1)")
     p.add_argument("--batches", metavar="N", type=_COUNT, default=9, help="samples, of 5 steps each (default 9)")
     p.add_argument("--baseline", action="store_true",
                    help="also time two layers in plain JAX as XLA compiles them, batch by batch in between")

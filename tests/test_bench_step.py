@@ -9,18 +9,19 @@ from dataclasses import replace
 from functools import partial
 
 import bench_command
+import bench_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench_command import BenchCommand, Library
+from bench_steps import BASELINE, TIMING, Runs
 
 from musejax import ffi
 from musejax.bench import layer, limits, step
-from musejax.bench.cases import Timing
 from musejax.bench.launches import Launches, count_launches
 from musejax.bench.phases import rank_layer
-from musejax.bench.step_cases import StepCase, StepTiming
+from musejax.bench.step_cases import StepCase
 from musejax.cache import LayerCache
 from musejax.config import MINI, RELEASED, DecodeConfig
 from musejax.kernels.calls import Call, RowState
@@ -29,16 +30,11 @@ from musejax.packing import packed_table
 from musejax.speculation.packing import layout, packing_problems
 from musejax.speculation.tree import chain_tree
 
-BASELINE = Timing(2, (1180.0, 1200.0, 1220.0), 48.5, (20.0, 28.5), 240e6, 170e6, 262144, "0123456789ab")
-TIMING = StepTiming(
-    step=(9.9, 10.0, 10.3), draft=(0.6, 0.625, 0.65), verify=(9.0, 9.125, 9.2), distinct=48.75, emitted=1.04,
-    weight_bytes=18e9, launches=Launches(40, False), weights_s=31.25, compile_s=12.5, first_s=1.5,
-    in_use=68_500_000_000, needed=67_480_000_000, digest="ba9876543210", baseline=BASELINE)
-
 
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Runs the command with canned timings -> (exit code, stdout, stderr)."""
+    monkeypatch.setattr(step, "prepare", lambda case, baseline: None)
     return BenchCommand(capsys, monkeypatch, step, "step", TIMING)
 
 
@@ -52,7 +48,7 @@ def refused(capsys, *argv):
 def test_line(run):
     code, out, err = run("--baseline")
     assert (code, err, out.count("\n")) == (0, "", 1)
-    assert run.measured == [(StepCase(), 9, True)]
+    assert run.measured == [(StepCase(), 9, True, None)]
     line, baseline = out.split("; the layers only in plain JAX by XLA, ")
     assert line == (
         "NVIDIA H200; one rank of 8, exchanges looped back; one speculative step of the released sizes: drafter of 5 "
@@ -68,7 +64,7 @@ def test_line(run):
 def test_options(run):
     code, out, _ = run("--layers", 8, "--context", 4096, "--distinct", 24, "--draft-inner", 8192, "--accepted", 2,
                        "--batches", 3, timing=replace(TIMING, baseline=None, launches=Launches(99, True)))
-    assert code == 0 and run.measured == [(StepCase(24, 4096, 8, 8192, 2.0), 3, False)]
+    assert code == 0 and run.measured == [(StepCase(24, 4096, 8, 8192, 2.0), 3, False, None)]
     assert "FFN 8192" in out and "8 layers (7 NVFP4, 1 bf16)" in out and "; 99 launches, a loop; " in out
     assert "; 200 tokens/s at 2 accepted, assumed" in out and "XLA" not in out
 
@@ -80,7 +76,9 @@ def test_json(run, tmp_path):
     assert (result["device"], result["version"], result["batches"], result["failed"]) == ("NVIDIA H200", "1.2.3", 9, 0)
     assert result["roofline_gb_per_s"] == 4500 and result["seconds"] >= 0
     (result,) = result["cases"]
-    assert result["case"] == dict(distinct=49, context=2048, layers=62, draft_inner=24576, accepted=6.6)
+    assert result["case"] == dict(distinct=49, context=2048, layers=62, draft_inner=24576, accepted=6.6, devices=1,
+                                  slices=1)
+    assert result["looped"] is None and "exchange" not in result
     assert (result["launches"], result["loop"], result["rest"], result["share"]) == (40, False, 0.25, 0.4)
     assert result["step"] == [9.9, 10.0, 10.3] and result["tokens_per_s_assumed"] == pytest.approx(660)
     assert result["baseline"]["layers"] == 2 and result["baseline_ms_scaled"] == pytest.approx(74.4)
@@ -145,7 +143,7 @@ def test_a_library_without_what_a_step_needs(monkeypatch):
     with pytest.raises(limits.BenchError, match="got one without musejax_draft_looped; build"):
         step.check_library(StepCase())
     Small.targets = lambda self: dict.fromkeys(step.TARGETS)
-    step.check_library(StepCase())
+    assert step.check_library(StepCase()) == released
     monkeypatch.setattr(ffi, "layer_instances", lambda: [(*released[:-1], 2)])
     with pytest.raises(limits.BenchError, match="got one without these sizes"):
         step.check_library(StepCase())
@@ -338,41 +336,17 @@ GUESSES = 3
 
 @pytest.fixture
 def small_step(monkeypatch):
-    """(program, weights, state) of small sizes that runs on the CPU: phases for the layers, a chain of 3 guesses that
-    the target confirms if `guesses` says so, and a commit that records what it is given."""
-    config, case = MINI, StepCase(layers=2)
-    program = object.__new__(step.Step)
-    program.case, program.config, program.taps = case, config, (0, 1)
-    program.call, program.guesses, program.commits = Call(config, DecodeConfig()), [], []
-
-    def run_looped(call, numbers, params, stream, cos_sin, rows, kept, taps):
-        ids, tapped, after = [], [], []
-        for n, p in zip(numbers, params, strict=True):
-            stored, flight = (LayerCache(*kept[4 * n + j:4 * n + j + 2]) for j in (0, 2))
-            stream, chosen, stored, flight = rank_layer(call, n, p, stream, cos_sin, rows, stored, flight)
-            ids.append(chosen)
-            tapped += [stream] if n in taps else []
-            after += [*stored, *flight]
-        return stream, jnp.stack(ids), jnp.stack(tapped), after
-
-    def draft(weights, rings, length, token):
-        return chain_tree(token, jnp.asarray(program.guesses, jnp.int32))
+    """(program, weights, state) of small sizes whose target confirms `program.guesses`, and a commit that records what
+    it is given."""
+    bench_steps.use_phases(monkeypatch)
+    program = bench_steps.SmallStep(StepCase(layers=2))
 
     def commit(weights, rings, taps, start, path, count):
         program.commits.append((int(start), path.tolist(), int(count)))
         return rings
 
-    monkeypatch.setattr(step, "run_looped", run_looped)
-    program.draft, program.commit = draft, commit
-    keys = jax.random.split(jax.random.key(0), 16)
-    layers = [layer.random_layer(keys[i], config, 16, False) for i in range(2)]
-    weights = {"embed": layer.random_bf16(keys[2], (1, 512, 16)), "layers": layers,
-               "final_norm": step.random_gains(keys[3], 128).astype(jnp.bfloat16),
-               "lm_head": step.random_packed(keys[4], layer.layout(config, False)["head.bytes"])}
-    kept = [layer.random_bf16(keys[5 + 4 * n + j], (1, s, config.head_dim))
-            for n, slots in enumerate((8, 64)) for j, s in enumerate((slots, slots, 16, 16))]
-    state = step.State(kept, (), jnp.int32(40), jnp.int32(7), jnp.int32(0), jnp.zeros(16, jnp.int32))
-    return program, weights, state
+    program.guesses, program.commits, program.commit = [], [], commit
+    return program, bench_steps.small_weights(program.case, 0), program.start(0)
 
 
 def test_from_step_to_step(small_step):
@@ -399,45 +373,10 @@ def test_from_step_to_step(small_step):
 # ------------------------------------------------------------------ measuring
 
 
-class Runs:
-    """Stand-in for `step.Runs`: `broken` says from which step on a bit is wrong."""
-
-    def __init__(self, broken=10**9, value=1.0, nodes=16):
-        self.broken, self.value, self.nodes, self.order = broken, value, nodes, []
-        self.state, self.steps = step.State([], (jnp.zeros(3),), 0, 0, 0, 0), 0
-        self.weights = {"lm_head": np.zeros(100), "layers": [
-            {"dense": np.zeros(50), "experts": np.zeros((1, 256, 10))}] * 2,
-            "drafter": {"fc": np.zeros(1), "selector": np.zeros(2), "layers": [{"dense": np.zeros(3)}] * 5}}
-        self.launches, self.weights_s, self.compile_s, self.needed = Launches(7, False), 1.0, 2.0, 3
-
-    def start(self):
-        return self.state
-
-    def split(self):
-        self.order.append("split")
-
-    def draft(self):
-        self.order.append("draft")
-        return jnp.zeros(1)
-
-    verify = draft
-
-    def step(self):
-        self.order.append("step")
-        self.steps += 1
-        stream = np.full((16, 4), self.value, np.float32)
-        if self.steps >= self.broken:
-            stream.view(np.uint32)[1, 2] ^= 1
-        ids = np.stack([[range(8)] * 16, [range(8)] * 15 + [range(4, 12)]]).astype(np.int32)
-        ids[1, 0] = 256  # a row of no node
-        return step.Result(jnp.full(16, 5), jnp.int32(2), jnp.int32(self.nodes), jnp.zeros(16), jnp.asarray(stream),
-                           jnp.asarray(ids))
-
-
 class Program:
     """Stand-in for `step.Step`, small enough to compile and run on the CPU."""
 
-    def __init__(self, case):
+    def __init__(self, case, mesh):
         self.case = case
 
     def start(self, seed):
@@ -465,9 +404,9 @@ class Program:
 @pytest.fixture
 def small_runs(monkeypatch):
     """`step.Runs` of `Program`."""
-    monkeypatch.setattr(step, "check_library", lambda case: None)
     monkeypatch.setattr(step, "Step", Program)
-    monkeypatch.setattr(step, "random_weights", lambda case, seed: {"stream": jnp.ones((16, 4), jnp.float32)})
+    monkeypatch.setattr(step, "random_weights",
+                        lambda case, seed, mesh=None: {"stream": jnp.ones((16, 4), jnp.float32)})
     return step.Runs(StepCase(layers=2))
 
 
@@ -490,7 +429,7 @@ def test_runs(small_runs):
 @pytest.fixture
 def measured(monkeypatch):
     def call(runs, **how):
-        monkeypatch.setattr(step, "Runs", lambda case, seed: runs)
+        monkeypatch.setattr(step, "Runs", lambda case, seed, mesh: runs)
         return step.measure(StepCase(layers=2), batches=2, each=2, **how)
 
     return call

@@ -14,6 +14,18 @@ from musejax.kernels.cache import MAX_ROWS
 FIRST_LAYER = 2  # of the model: sliding and full layers follow as they come, all with NVFP4 experts
 
 
+def check_ranks(command: str, devices: int, slices: int) -> None:
+    """Raises BenchError unless so many devices can have so many slices of a layer each."""
+    for name, count, why in (("devices", devices, "one a rank"), ("slices", slices, "all there are")):
+        if not 1 <= count <= NUM_SLICES:
+            raise BenchError(f"{command}: {name}: expected 1 to {NUM_SLICES} ({why}), got {count}")
+    if NUM_SLICES % devices:
+        raise BenchError(f"{command}: devices: expected 1, 2, 4 or 8, got {devices}")
+    if NUM_SLICES % slices or slices * devices > NUM_SLICES:
+        raise BenchError(f"{command}: slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got "
+                         f"{slices} on each of {devices}")
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run.
@@ -47,16 +59,10 @@ class Case:
                 ("rows", 1, MAX_ROWS, "what a pass takes"),
                 ("distinct", k, min(self.rows * k, c.num_local_experts), f"rows {self.rows}, {k} choices each"),
                 ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
-                ("devices", 1, NUM_SLICES, "one a rank"),
-                ("slices", 1, NUM_SLICES, "all there are"),
                 ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
             if not low <= getattr(self, name) <= high:
                 raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
-        if NUM_SLICES % self.devices:
-            raise BenchError(f"bench layer: devices: expected 1, 2, 4 or 8, got {self.devices}")
-        if NUM_SLICES % self.slices or self.slices * self.devices > NUM_SLICES:
-            raise BenchError("bench layer: slices: expected 1, 2, 4 or 8, at most 8 on all devices together, got "
-                             f"{self.slices} on each of {self.devices}")
+        check_ranks("bench layer", self.devices, self.slices)
 
     @property
     def numbers(self) -> range:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from musejax.bench.limits import BenchError
 
 QUIET = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier",
-                   "async-done", "copy-done", "partition-id", "replica-id"})
+                   "async-done", "copy-done", "all-gather-done", "partition-id", "replica-id"})
 """Instructions for which a GPU runs nothing, or nothing beside the one that started them."""
 
 KERNELS = {"musejax_head": 3}

@@ -126,6 +126,31 @@ def run_looped(call: Call, numbers, params, stream, cos_sin, rows: RowState, kep
     return out[0], out[3], out[4], list(out[5:])
 
 
+def in_slices(layer: dict, slices: int) -> dict:
+    """A layer of one slice -> of several equal ones."""
+    return {name: x if name == "small" else jnp.repeat(x, slices, axis=0) for name, x in layer.items()}
+
+
+def connect(command: str, devices: int, sizes: tuple[int, ...], slots: int):
+    """The mesh of the first so many GPUs, which may write each other's memory from now on.
+
+    Args:
+        sizes, slots: as `ffi.connect` takes them.
+
+    Raises:
+        BenchError: the GPUs are too few or cannot write each other's memory.
+    """
+    try:
+        mesh = make_mesh(devices, "cuda")
+    except ConfigError as error:
+        raise BenchError(f"{command}: {error}: ask for fewer, or run it where JAX sees as many GPUs") from error
+    try:
+        ffi.connect(sizes, slots, ordinals(mesh))
+    except ffi.LibraryError as error:
+        raise BenchError(f"{command}: {error}") from error
+    return mesh
+
+
 class LoopedLayers:
     """`case.layers` layers of one rank on the default device, ready to run; or of several ranks, a GPU each.
 
@@ -145,13 +170,14 @@ class LoopedLayers:
             raise BenchError("bench layer: expected a library compiled for the released sizes, "
                              f"{case.slices} slices a device, got one without; build with MUSEJAX_CUDA=ON")
         self.numbers = case.numbers
-        self.mesh = self._connect(sizes) if case.devices > 1 else None
+        slots = max(case.slots(c, i) for i in self.numbers)
+        self.mesh = connect("bench layer", case.devices, sizes, slots) if case.devices > 1 else None
         self.taps = tuple(case.numbers) if taps else ()
         self.tapped = None
         self.decode = DecodeConfig(activations=case.activations)
         keys = jax.random.split(jax.random.key(seed), case.layers + 1)
         admitted = admitted_experts(case, c)
-        self.params = [self._in_slices(random_layer(k, c, admitted)) for k in keys[1:]]
+        self.params = [in_slices(random_layer(k, c, admitted), case.slices) for k in keys[1:]]
         heads = c.num_key_value_heads // NUM_SLICES
         self.kept = []
         for n, i in enumerate(self.numbers):
@@ -162,19 +188,6 @@ class LoopedLayers:
         if self.mesh is not None:
             self.params, self.kept = jax.device_put((self.params, self.kept), replicated(self.mesh))
         self.call = jax.jit(over_devices(self.mesh, self._launch, P(), P()), donate_argnums=(1,))
-
-    def _in_slices(self, layer: dict) -> dict:
-        """A layer of one slice -> of as many as the case has."""
-        return {name: x if name == "small" else jnp.repeat(x, self.case.slices, axis=0) for name, x in layer.items()}
-
-    def _connect(self, sizes: tuple[int, ...]):
-        """The mesh of the case's devices, which may write each other's memory from now on."""
-        try:
-            mesh = make_mesh(self.case.devices, "cuda")
-            ffi.connect(sizes, max(self.case.slots(self.config, i) for i in self.numbers), ordinals(mesh))
-        except (ConfigError, ffi.LibraryError) as error:
-            raise BenchError(f"bench layer: {error}") from error
-        return mesh
 
     @property
     def expert_bytes(self) -> int:

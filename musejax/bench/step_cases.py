@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from musejax.bench.cases import Timing, admitted_experts
+from musejax.bench.cases import Timing, admitted_experts, check_ranks
 from musejax.bench.launches import Launches
 from musejax.bench.limits import BenchError
-from musejax.config import RELEASED, ModelConfig
+from musejax.config import NUM_SLICES, RELEASED, ModelConfig
 from musejax.kernels.cache import MAX_ROWS
 from musejax.packing import CHUNK
 from musejax.speculation.config import DraftConfig
@@ -15,7 +15,7 @@ from musejax.speculation.config import DraftConfig
 
 @dataclass(frozen=True)
 class StepCase:
-    """What is run: one rank of 8, exchanges looped back, a tree of 16 rows.
+    """What is run, with a tree of 16 rows: one rank of 8, exchanges looped back, or several slices and devices.
 
     Attributes:
         distinct: experts that the rows are to hit (D), as in `cases.Case`.
@@ -23,6 +23,10 @@ class StepCase:
         layers: the first so many of the model, 1 to 62; of all 62 the first and the last have bfloat16 experts.
         draft_inner: width of the drafter's FFN.
         accepted: tokens a step that tokens a second are stated for; nothing of what is run depends on it.
+        devices: GPUs, a rank each.
+        slices: of each layer on each of them; what ranks that are not there would send is looped back. All slices have
+            the same weights, so that results have the same bits on any number of devices, and of slices that are looped
+            back; but the drafter of one slice on one device has other base kernels.
 
     Raises:
         BenchError: a value out of range.
@@ -33,6 +37,8 @@ class StepCase:
     layers: int = RELEASED.num_hidden_layers
     draft_inner: int = 24576
     accepted: float = 6.6
+    devices: int = 1
+    slices: int = 1
 
     def __post_init__(self):
         c, k = RELEASED, RELEASED.num_experts_per_tok
@@ -46,6 +52,7 @@ class StepCase:
         if self.draft_inner < CHUNK or self.draft_inner % CHUNK:
             raise BenchError(f"bench step: draft_inner: expected a multiple of {CHUNK}, in which sums over K are made, "
                              f"got {self.draft_inner}")
+        check_ranks("bench step", self.devices, self.slices)
 
     rows = MAX_ROWS
 
@@ -53,6 +60,12 @@ class StepCase:
     def numbers(self) -> range:
         """The layers' numbers in the model."""
         return range(self.layers)
+
+    @property
+    def ends(self) -> int:
+        """Slices of embedding, drafter and LM head on each device: of several all 8, for the drafter's kernels loop
+        nothing back between GPUs; of one as many as of a layer."""
+        return NUM_SLICES // self.devices if self.devices > 1 else self.slices
 
     @property
     def config(self) -> ModelConfig:
@@ -90,12 +103,13 @@ class StepTiming:
         step, draft, verify: ms of the whole step, of drafter and tree alone, of layers and LM head alone, in turns.
         distinct: experts hit a layer, mean over steps and layers.
         emitted: tokens a step of these random models, mean.
-        weight_bytes: read a step, each expert hit once, the LM head twice (drafter and target).
+        weight_bytes: read a step by each device, each expert hit once, the LM head twice (drafter and target).
         launches: of the program of a step.
         weights_s, compile_s, first_s: seconds in which weights were made, the step was compiled, and run first.
-        in_use, needed: bytes of device memory, and how many of them are weights and caches.
+        in_use, needed: bytes of memory of the first device, and how many of them are weights and caches.
         digest: hash of what all steps returned.
         failed: what is wrong with the results; empty: nothing.
+        looped: of several devices, the first one's work alone, all exchanges looped back, interleaved.
         baseline: two layers in plain JAX by XLA, interleaved.
     """
 
@@ -113,6 +127,7 @@ class StepTiming:
     needed: int
     digest: str
     failed: str = ""
+    looped: StepTiming | None = None
     baseline: Timing | None = None
 
     @property
@@ -128,7 +143,12 @@ class StepTiming:
     @property
     def failures(self) -> list[str]:
         """Its own, and those of what it is compared with."""
-        return [t.failed for t in (self, self.baseline) if t and t.failed]
+        return [t.failed for t in (self, self.looped, self.baseline) if t and t.failed]
+
+    @property
+    def exchange(self) -> float:
+        """How much longer a step is than without exchange, at the medians; 0.1: by 10%."""
+        return self.step[1] / self.looped.step[1] - 1
 
     def tokens_per_s(self, case: StepCase) -> float:
         """At the acceptance that the case states."""
@@ -142,16 +162,21 @@ class StepTiming:
 def as_line(device: str, case: StepCase, timing: StepTiming, limit: float) -> str:
     """A case in one line; `limit` in GB/s. The baseline has no LM head, and verification has."""
     t, wide = timing, sum(i not in case.config.nvfp4_layers for i in case.numbers)
-    line = (f"{device}; one rank of 8, exchanges looped back; one speculative step of the released sizes: drafter of "
+    each = " on each" if case.devices > 1 else ""
+    line = (f"{device}; {_ranks(case)}; one speculative step of the released sizes: drafter of "
             f"{case.drafter.num_hidden_layers} layers (FFN {case.draft_inner}), tree of {MAX_ROWS}, {case.layers} "
             f"layers ({case.layers - wide} NVFP4, {wide} bf16), head, accept, commit; rows {MAX_ROWS}; context "
             f"{case.context}; D {case.distinct} asked, {t.distinct:.1f} met; step {_time(t.step)}: "
             f"draft {_time(t.draft)}, verify {_time(t.verify)}, rest {t.rest:.3f} ms; {t.launches.count} launches, "
-            f"{'a loop' if t.launches.loop else 'no loop'}; {t.weight_bytes / 1e9:.2f} GB of weights, "
+            f"{'a loop' if t.launches.loop else 'no loop'}; {t.weight_bytes / 1e9:.2f} GB of weights{each}, "
             f"{t.gb_per_s:.0f} GB/s, {t.gb_per_s / limit:.1%} of {limit:.0f}; {t.tokens_per_s(case):.0f} tokens/s "
             f"at {case.accepted:g} accepted, assumed ({t.emitted:.1f} of these random models); weights made in "
             f"{t.weights_s:.1f} s, compiled in {t.compile_s:.1f} s, first step {t.first_s:.2f} s; "
             f"{t.in_use / 1e9:.1f} GB in use, {t.needed / 1e9:.1f} of them weights and caches; result {t.digest}")
+    if o := timing.looped:
+        line += (f"; the same work on one GPU, all exchanges looped back, in turns: step {_time(o.step)}: draft "
+                 f"{_time(o.draft)}, verify {_time(o.verify)}, rest {o.rest:.3f} ms; {o.launches.count} launches; the "
+                 f"exchange adds {t.exchange:.1%}; result {o.digest}")
     if b := timing.baseline:
         ms = t.baseline_ms(case)
         line += (f"; the layers only in plain JAX by XLA, {b.layers} layers measured and scaled to {case.layers}: D "
@@ -159,17 +184,35 @@ def as_line(device: str, case: StepCase, timing: StepTiming, limit: float) -> st
     return line + "".join(f"; FAILED: {text}" for text in t.failures)
 
 
+def _ranks(case: StepCase) -> str:
+    """What is exchanged and what is looped back."""
+    if case.devices == 1:
+        if case.slices == 1:
+            return "one rank of 8, exchanges looped back"
+        return f"GPUs 1, {case.slices} of 8 slices" + ", the others looped back" * (case.slices < NUM_SLICES)
+    back = NUM_SLICES - case.devices * case.slices
+    return (f"GPUs {case.devices}; exchanged by kernels while they run: layers, {case.slices} of 8 slices each, "
+            f"{f'the other {back} looped back' if back else 'none looped back'}, and drafter, {case.ends} of 8 each, "
+            f"none looped back; by all-gathers of XLA: embedding rows, maxima and sums of the LM head, {case.ends} of "
+            "8 each, none looped back")
+
+
 def _time(ms: tuple[float, float, float]) -> str:
     low, median, high = ms
     return f"{median:.3f} ms ({low:.3f} to {high:.3f})"
 
 
+def _plain(timing: StepTiming) -> dict:
+    return {**asdict(timing), "launches": timing.launches.count, "loop": timing.launches.loop, "rest": timing.rest}
+
+
 def to_json(case: StepCase, timing: StepTiming, limit: float, **more) -> dict:
     """The case as plain data, laid out as `bench layer` has its cases, and whatever else is to be kept with it."""
-    figures = {"case": asdict(case), "admitted": admitted_experts(case, case.config), **asdict(timing),
-               "launches": timing.launches.count, "loop": timing.launches.loop, "rest": timing.rest,
+    figures = {"case": asdict(case), "admitted": admitted_experts(case, case.config), **_plain(timing),
                "gb_per_s": timing.gb_per_s, "share": timing.gb_per_s / limit,
                "tokens_per_s_assumed": timing.tokens_per_s(case)}
+    if timing.looped:
+        figures |= {"looped": _plain(timing.looped), "exchange": timing.exchange}
     if timing.baseline:
         figures["baseline_ms_scaled"] = timing.baseline_ms(case)
     return {**more, "roofline_gb_per_s": limit, "failed": int(bool(timing.failures)), "cases": [figures]}

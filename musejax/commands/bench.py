@@ -69,11 +69,13 @@ def step(args: Namespace) -> int:
     from musejax.bench import layer, step, step_cases
     from musejax.checkpoint.container import write_json
 
-    case = step_cases.StepCase(args.distinct, args.context, args.layers, args.draft_inner, args.accepted)
+    case = step_cases.StepCase(args.distinct, args.context, args.layers, args.draft_inner, args.accepted, args.devices,
+                               args.slices)
     module, device = layer.open_library("bench step")
     started = time.perf_counter()
+    mesh = step.prepare(case, args.baseline)
     limit = layer.roofline(module, "bench step")
-    timing = step.measure(case, args.batches, baseline=args.baseline)
+    timing = step.measure(case, args.batches, baseline=args.baseline, mesh=mesh)
     print(step_cases.as_line(device, case, timing, limit), flush=True)
     if args.json is not None:
         write_json(Path(args.json), step_cases.to_json(case, timing, limit, device=device, version=module.version(),

@@ -15,8 +15,10 @@ from kernel_inputs import random_cache, tokens_of
 
 import musejax
 from musejax import ffi
+from musejax.bench import step
 from musejax.bench.cases import Case
 from musejax.bench.layer import LoopedLayers
+from musejax.bench.step_cases import StepCase
 from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels import forward as kf
 from musejax.kernels import schedule as ks
@@ -135,6 +137,14 @@ def test_layers_of_the_released_sizes(gpu, request, devices, slices):
         for x, y in zip(one.launch(one.stream(seed)), other.launch(other.stream(seed)), strict=True):
             assert_same_bits(x, y)
     ffi.raise_wait_error()
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_step_of_the_released_sizes(mesh, slices):
+    """Beside the first GPU's part whose exchanges are looped back, and the second GPU's results."""
+    case = StepCase(layers=2, devices=2, slices=slices)
+    timing = step.measure(case, batches=1, each=2, mesh=step.prepare(case))
+    assert timing.failures == [] and timing.digest == timing.looped.digest
 
 
 def late(run: Pass, steps: int):

@@ -4,6 +4,7 @@ and speed of warps do not change. And that these tests see a wrong bit, and that
 from dataclasses import replace
 
 import emulated_draft as ed
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from emulated import WaitError
 from emulated_draft import How
 from helpers import assert_same_bits
 
+from musejax.bench.step import equal_slices
 from musejax.params import BF16
 from musejax.speculation import draft as dr
 from musejax.speculation import draft_kernels as dk
 from musejax.speculation import tree as dt
 from musejax.speculation.draft import DraftCache, Lattice
+from musejax.speculation.packing import layout
 
 NAMES = [name for name, config in CONFIGS.items() if config.candidates <= 16]
 WIDE = named("eight heads share")
@@ -174,6 +177,30 @@ def test_a_looped_rank():
     one, two = (ed.draft(drafter, committed(drafter, 9), ANCHOR, How(slices=1, blocks=n)) for n in (1, 4))
     assert_same_draft(one, two)
     assert (one.stream == one.stream[:1]).all()
+
+
+@pytest.mark.parametrize("how", [How(slices=4), How(ranks=2), How(ranks=8, blocks=1), How(ranks=2, slices=2)])
+def test_equal_slices_looped_and_exchanged(how):
+    """What `bench step` compares: a rank's slices looped back are as those of others, if base kernels repeat."""
+    plain = drafter_of(BASE)
+    begin = layout(BASE)["small.attention_conv"]
+    one = jax.tree.map(lambda x: x[:1] if x.dtype == jnp.uint8 else x, plain.packed)
+    drafter = replace(plain, packed=equal_slices(one, BASE, 8),
+                      target={name: jnp.repeat(x[:1], 8, axis=0) for name, x in plain.target.items()})
+    cache = committed(plain, 9)
+    cache = cache._replace(keys=jnp.repeat(cache.keys[:, :1], 8, axis=1),
+                           values=jnp.repeat(cache.values[:, :1], 8, axis=1))
+    assert_same_draft(ed.draft(drafter, cache, ANCHOR, how), ed.draft(drafter, cache, ANCHOR, How(slices=1)))
+    taps = taps_of(BASE, 16, seed=4)
+    got, want = (ed.commit(drafter, cache, taps, 9, 11, each) for each in (how, How(slices=1)))
+    for x, y in zip(got[:2], want[:2], strict=True):
+        assert_same_bits(x, np.repeat(y, x.shape[1], axis=1))
+    for p, other in zip(drafter.packed["layers"], plain.packed["layers"], strict=True):
+        p["small"] = other["small"]
+    assert len({x.tobytes() for x in np.asarray(p["small"][begin:]).reshape(-1, 8, 16).swapaxes(0, 1)}) == 8
+    if how.ranks * (how.slices or 8 // how.ranks) == 8:
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_same_draft(ed.draft(drafter, cache, ANCHOR, how), ed.draft(drafter, cache, ANCHOR, How(slices=1)))
 
 
 def test_a_wrong_bit_is_seen():
