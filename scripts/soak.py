@@ -3,9 +3,11 @@
 1 on any difference.
 
     python scripts/soak.py [CKPT] --devices 1 2 --seconds 480
+    python scripts/soak.py [CKPT] --devices 8 --reference 1 --steps 100000
 
 A run is `--tokens` steps after the prompt as one program, nothing on the host in between; its hash is over its tokens,
-log-probabilities and all keys and values. The line says how many steps there were in the time given.
+log-probabilities and all keys and values. The line says how many steps there were in the time given. The reference
+decodes once.
 """
 
 from __future__ import annotations
@@ -61,15 +63,20 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("checkpoint", nargs="?", help="(default: nano)")
     p.add_argument("--devices", type=int, nargs="+", default=[1], choices=(1, 2, 4, 8))
+    p.add_argument("--reference", type=int, choices=(1, 2, 4, 8), help="devices of a run that all are compared with")
     p.add_argument("--seconds", type=float, default=60)
+    p.add_argument("--steps", type=int, help="end before the time is up, once there were so many on each")
     p.add_argument("--tokens", type=int, default=256, help="steps of a run (default 256)")
     p.add_argument("--prompt", default="Question: What is 3 times 14?\nAnswer:")
     args = p.parse_args()
     decoders = [Decoder(args.checkpoint, n, args.prompt, args.tokens) for n in args.devices]
-    same = all([d.again() for d in decoders])  # compiles
+    reference = [Decoder(args.checkpoint, args.reference, args.prompt, args.tokens)] if args.reference else []
+    same = all([d.again() for d in decoders + reference])  # compiles
     begin = time.perf_counter()
-    while same and time.perf_counter() - begin < args.seconds:
+    while (same and time.perf_counter() - begin < args.seconds
+           and (args.steps is None or min(d.steps for d in decoders) < args.steps)):
         same = all([d.again() for d in decoders])
+    decoders += reference
     same &= len({d.digest for d in decoders}) == 1
     counts = ", ".join(f"{d.steps} steps on {d.devices} device(s), hash {d.digest}" for d in decoders)
     print(f"{'PASS' if same else 'FAIL'}  {decoders[0].model.mesh.devices.flat[0].device_kind}; "

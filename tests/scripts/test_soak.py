@@ -22,6 +22,26 @@ def test_one_and_two_devices(run):
     assert first == second
 
 
+def test_steps_beside_a_reference(run):
+    code, out = run("--devices", "2", "--reference", "1", "--steps", "24", "--seconds", "600")
+    steps = re.findall(r"(\d+) steps on ([12]) device\(s\)", out)
+    assert code == 0 and steps == [("24", "2"), ("8", "1")]
+
+
+def test_a_reference_that_differs_fails(script, run, monkeypatch):
+    again = script.Decoder.again
+
+    def other(self):
+        same = again(self)
+        if self.devices == 1:
+            self.digest = "0" * 12
+        return same
+
+    monkeypatch.setattr(script.Decoder, "again", other)
+    code, out = run("--devices", "2", "--reference", "1", "--steps", "8")
+    assert code == 1 and out.startswith("FAIL  ")
+
+
 def test_a_run_that_differs_fails(script, run, monkeypatch):
     again = script.Decoder.again
 
