@@ -37,7 +37,7 @@ def run(repo, tmp_path):
         env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "stand-in"),
                             "MUSEJAX_SITE": str(tmp_path), "BROKEN": broken}
         done = subprocess.run(["bash", repo / "scripts" / "run_eight.sh", out, *argv], env=env, text=True, timeout=120,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                              capture_output=True)
         calls = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
         summary = out / "summary.json"
         return done, calls, json.loads(summary.read_text()) if summary.exists() else None
