@@ -34,7 +34,8 @@ class DecodeState(NamedTuple):
 
     Attributes:
         cache: keys and values of every position before `token`; its kind goes with the implementation.
-        token: int32 [], the last token chosen; the next step runs it.
+        token: int32 [], the last token chosen; the next step runs it. After a pass that gave up waiting on a GPU it
+            means nothing (and may be -1), and so does all else: every further step is refused (ffi.StateError).
         logprob: float32 [], its log-probability.
         sampler: how tokens are chosen; None is greedy.
     """
@@ -67,8 +68,8 @@ def append(params, cache, tokens_t, num_valid, *, config, decode, mesh=None):
 def choose_next(params, stream_1d, cache, sampler: Sampler | None, *, config, decode, num_tokens, mesh) -> DecodeState:
     """The state whose token follows the last cached position, given that position's residual stream [1, d]."""
     if uses_kernels(decode):
-        ids, logprobs = kernels.choose(params, stream_1d, cache.length[None], sampler, config=config, decode=decode,
-                                       num_tokens=num_tokens, mesh=mesh)
+        (ids, logprobs), cache = kernels.choose_after(params, stream_1d, cache.length[None], cache, sampler,
+                                                      config=config, decode=decode, num_tokens=num_tokens, mesh=mesh)
         keep = kernel_cache.keep_placement
     else:
         raw = fwd.raw_logits(params, stream_1d, config, decode)

@@ -21,7 +21,7 @@ import numpy as np
 
 from musejax.kernels.schedule import Shape, dense_schedule, spans, unit_counts, validate
 
-ABI = 6
+ABI = 7
 """The ABI number this code needs; `ffi/common/version.h` holds the library's and says when to raise it."""
 
 MAX_DRAFT_LAYERS, MAX_DRAFT_CANDIDATES, MAX_DRAFT_VOCABULARY = 16, 16, 2**19
@@ -41,8 +41,16 @@ class LibraryError(RuntimeError):
 
 
 class WaitError(RuntimeError):
-    """A wait inside a layer kernel did not end in time. What the pass returned means nothing, caches included: start
-    anew from the prompt."""
+    """A wait inside a kernel did not end in time. What the pass returned means nothing, caches included: start anew
+    from the prompt. A further pass with such a cache is refused (`StateError`)."""
+
+
+class StateError(WaitError):
+    """A pass was given the cache of a pass that gave up waiting, and did not run; what it returned means nothing, too.
+    Start anew from the prompt."""
+
+
+_GAVE_UP = "the state of a pass that gave up"  # in ffi/common/pass_state.h
 
 
 def raise_wait_error() -> None:
@@ -53,13 +61,14 @@ def raise_wait_error() -> None:
 
     Raises:
         WaitError: rank, SM, warp, layer, phase, the tag that was wanted and the one that was there.
+        StateError: a pass was refused for the state that it was given.
     """
     module = _loaded.get("cuda")
     if module is None or not (text := module.layer_error()):
         return
     if code := module.reset_after_error():
         text += f"; the kernels cannot run again in this process (CUDA error {code})"
-    raise WaitError(text)
+    raise (StateError if _GAVE_UP in text else WaitError)(text)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def whole_run(model: Model, prompt: Sequence[int], sampling: Sampling | None = N
 
     Raises:
         ConfigError: as `plan_length`, at the call.
+        WaitError: while iterating, as `steps`.
     """
     count = plan_length(model, prompt, max_new_tokens)
     stops = tuple(model.defaults.stop_ids if stop_ids is None else stop_ids)

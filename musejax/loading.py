@@ -78,7 +78,7 @@ class Model:
 
     def step(self, state: DecodeState) -> DecodeState:
         """One jitted `decode.decode_step`; the state passed in is used up. On a GPU call `ffi.raise_wait_error` when
-        the token is on the host."""
+        the token is on the host: after a WaitError this state is lost, and further steps of it are StateErrors."""
         return steps.jit_decode_step(self.params, state, config=self.config, decode=self.decode,
                                      num_tokens=self.num_tokens, mesh=self.mesh)
 

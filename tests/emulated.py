@@ -29,11 +29,20 @@ FLOATS = ("rms_eps", "post_eps", "route_eps", "attention_scale", "output_multipl
 
 
 class _Rank(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("stream", "q", "gate", "ids", "pointers")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("stream", "q", "gate", "ids", "state", "pointers")]
 
 
 class WaitError(RuntimeError):
-    """A wait inside the kernel did not end."""
+    """A wait inside the kernel did not end, or the launch was refused.
+
+    Attributes:
+        accepted: of each rank's state afterwards.
+        streams: float32 [t, d] of each rank afterwards.
+    """
+
+    def __init__(self, text, accepted=(), streams=()):
+        super().__init__(text)
+        self.accepted, self.streams = list(accepted), list(streams)
 
 
 class Result(NamedTuple):
@@ -104,7 +113,7 @@ def embed(model, tokens, length, parents):
 
 def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8, ranks=1, blocks=4, seed=0,
         layers=None, first=True, last=True, start=None, max_units=8, budget_ms=None, change=None,
-        schedule=None, rough=False) -> Result:
+        schedule=None, rough=False, accepted=None) -> Result:
     """One launch.
 
     Args:
@@ -116,6 +125,7 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
         start: a `Result` to go on from, where `first` is false.
         change: called with the arrays of each layer before the launch, to break something.
         schedule: int32 [blocks, 5, 2] (`schedule.spans`), by default of `dense_schedule`.
+        accepted: of each rank's state, by default the cache's.
         rough: warps of unequal speeds, blocks that stop, and words and copies that arrive late, out of order.
         budget_ms: of a wait, by the emulator's clock, which each reading advances; 2 s by default, more if rough.
     """
@@ -124,7 +134,9 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
     parents = np.arange(t) - 1 if parents is None else parents
     parents, layers = _array(parents, np.int32), layers or range(config.num_hidden_layers)
     length = int(cache.length)
-    state = np.array([length, t if valid is None else valid, int(cache.accepted)], np.int32)
+    states = [np.array([length, t if valid is None else valid, n], np.int32)
+              for n in accepted or [int(cache.accepted)] * ranks]
+    before = np.array(states)
     path = _array(cache.path, np.int32)
     stream, cos_sin = embed(model, tokens, length, parents)
     if start is not None:
@@ -167,7 +179,7 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
                 numbers += [mine["keys"].shape[1], config.window(i) or 0, int(i in config.nvfp4_layers)]
         table = (ctypes.c_void_p * len(pointers))(*pointers)
         given[r] = _Rank(*(of_rank[name].ctypes.data for name in ("stream", "q", "gate", "ids")),
-                         ctypes.cast(table, ctypes.c_void_p))
+                         states[r].ctypes.data, ctypes.cast(table, ctypes.c_void_p))
         keep.append((table, arrays))
         results.append((of_rank, arrays, taps))
     integers = np.array([attribute[name] for name in INTEGERS], np.int64)
@@ -181,14 +193,15 @@ def run(model, cache, tokens, parents=None, valid=None, *, decode=None, slices=8
         return ctypes.c_void_p(x.ctypes.data)
 
     code = library().EmulateLayers(
-        at(integers), at(floats), len(layers), int(first), int(last), t, at(parents), at(state), at(path), ranks,
+        at(integers), at(floats), len(layers), int(first), int(last), t, at(parents), at(path), ranks,
         ctypes.byref(given), at(numbers), slices, blocks, at(schedule), ctypes.c_uint32(seed),
         ctypes.c_bool(rough), ctypes.c_int64(max_units), ctypes.c_double(budget_ms or (1e6 if rough else 2000.0)), text,
         len(text))
     if code == 2:
         raise ValueError(f"the emulator was not compiled for top_k {config.num_experts_per_tok}, {slices} slices")
     if code:
-        raise WaitError(text.value.decode())
+        raise WaitError(text.value.decode(), [x[2] for x in states], [x["stream"] for x, _, _ in results])
+    assert (np.array(states) == before).all(), "a launch that did not give up leaves its state as it was"
     of_rank, _, taps = results[0]
     taps = [x for x in taps if x is not None]
     kept = [[np.concatenate([arrays[n][name] for _, arrays, _ in results])

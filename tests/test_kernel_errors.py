@@ -183,7 +183,8 @@ ROW_STATES = {
     "more accepted than stored": (lambda c: attention(c, rows=row_state(length=2, accepted=3)),
                                   "attention", "at most 16 accepted rows and the length", "3", r"state\[2\]"),
     "17 accepted": (lambda c: layers(c, rows=row_state(length=30, accepted=17)), "layers", ".*", "17", r"state\[2\]"),
-    "accepted below 0": (lambda c: attention(c, rows=row_state(accepted=-1)), "attention", ".*", "-1", r"state\[2\]"),
+    "accepted below 0": (lambda c: attention(c, rows=row_state(accepted=-1)), "attention", "at least 0 accepted rows",
+                         "-1, the state of a pass that gave up: .*", r"state\[2\]"),
     "a path beyond the buffer": (lambda c: attention(c, rows=row_state(length=9, accepted=2, path=[3, 16, *[0] * 14])),
                                  "attention", "rows 0 to 15", "16", "path"),
 }

@@ -2,6 +2,7 @@
 that a wait that cannot end is reported."""
 
 import ctypes
+import re
 from dataclasses import replace
 
 import emulated
@@ -13,6 +14,7 @@ from helpers import assert_same_bits
 from kernel_inputs import F32, SMALL, accepted, model_of, one_pass, random_cache
 
 from musejax.config import DecodeConfig
+from musejax.kernels.cache import GAVE_UP
 from musejax.kernels.schedule import GEMMS, Shape, unit_counts
 from musejax.nvfp4 import ACTIVATIONS
 
@@ -226,7 +228,85 @@ def test_a_wait_that_cannot_end_is_reported():
     cache = random_cache(SMALL, 40, MAX_LENGTH)
     emulated.library().EmulateOnlyRank.argtypes = [ctypes.c_int]
     emulated.library().EmulateOnlyRank(0)
-    with pytest.raises(emulated.WaitError, match=r"rank 0 .* layer 0 phase"):
+    with pytest.raises(emulated.WaitError, match=r"rank 0 .* layer 0 phase") as error:
         emulated.run(model, cache, tokens, slices=1, ranks=8, blocks=2, budget_ms=5.0)
     emulated.library().EmulateOnlyRank(-1)
+    assert error.value.accepted == [GAVE_UP] + [0] * 7, "the rank that gave up marks its state"
     assert np.isfinite(emulated.run(model, cache, tokens, slices=1, ranks=8, blocks=2).stream).all()
+
+
+TWO = {"slices": 4, "ranks": 2, "blocks": 2}
+REFUSED = r"rank {} block 0 warp 0 layer 0 phase -1 "
+
+
+def test_a_stale_epoch_is_reported():
+    """Two ranks, one of them 1000 epochs ahead: no tag fits any more. Both give up, and a new pass is right."""
+    model, tokens = model_of(SMALL), tokens_of(2)
+    cache = after_a_pass(model, 40, [0, 1])
+    want = emulated.run(model, cache, tokens, **TWO)
+    shifted = emulated.library().EmulateShiftEpochs(1, ctypes.c_uint32(1000))
+    assert shifted >= 1
+    with pytest.raises(emulated.WaitError, match=r"layer 0 phase \d+ wanted") as error:
+        emulated.run(model, cache, tokens, budget_ms=5.0, **TWO)
+    assert error.value.accepted == [GAVE_UP, GAVE_UP]
+    assert_same_result(emulated.run(model, cache, tokens, **TWO), want)
+
+
+def test_epochs_that_agree_are_no_error():
+    """Both ranks 1000 epochs ahead: the comparison above sees that they differ, not that they are new."""
+    model, tokens = model_of(SMALL), tokens_of(2)
+    cache = random_cache(SMALL, 40, MAX_LENGTH)
+    want = emulated.run(model, cache, tokens, **TWO)
+    for rank in (0, 1):
+        emulated.library().EmulateShiftEpochs(rank, ctypes.c_uint32(1000))
+    assert_same_result(emulated.run(model, cache, tokens, **TWO), want)
+
+
+def refused(model, cache, tokens, accepted, **how):
+    """The WaitError of a launch whose ranks' states say so many accepted rows."""
+    with pytest.raises(emulated.WaitError) as error:
+        emulated.run(model, cache, tokens, accepted=accepted, budget_ms=5.0, **how)
+    return error.value
+
+
+def test_the_state_of_a_pass_that_gave_up_is_refused():
+    """At once: nothing is run, and the state stays refused; a launch of another state is right."""
+    model, tokens = model_of(SMALL), tokens_of(2)
+    cache = random_cache(SMALL, 40, MAX_LENGTH)
+    want = emulated.run(model, cache, tokens)
+    stream, _ = emulated.embed(model, tokens, 40, [-1, 0])
+    for count in (GAVE_UP, -7):
+        error = refused(model, cache, tokens, [count])
+        assert re.match(REFUSED.format(0), str(error)) and error.accepted == [GAVE_UP]
+        assert_same_bits(error.streams[0], stream)
+    assert_same_result(emulated.run(model, cache, tokens), want)
+
+
+def test_a_rank_that_refuses_makes_the_others_give_up():
+    """It publishes nothing that they could take for a value; and its epochs go on as theirs do."""
+    model, tokens = model_of(SMALL), tokens_of(2)
+    cache = random_cache(SMALL, 40, MAX_LENGTH)
+    error = refused(model, cache, tokens, [0, GAVE_UP], **TWO)
+    assert error.accepted == [GAVE_UP, GAVE_UP]
+    want = emulated.run(model, cache, tokens, **TWO)
+    emulated.library().EmulateKeepWorkspaces.argtypes = [ctypes.c_bool]
+    emulated.library().EmulateKeepWorkspaces(True)
+    try:
+        refused(model, cache, tokens, [0, GAVE_UP], **TWO)
+        assert_same_result(emulated.run(model, cache, tokens, **TWO), want)
+    finally:
+        emulated.library().EmulateKeepWorkspaces(False)
+
+
+def test_nothing_runs_after_somebody_has_given_up():
+    """Whatever launch it was, on the same device: its state would be taken for one that is well."""
+    model, tokens = model_of(SMALL), tokens_of(2)
+    cache = random_cache(SMALL, 40, MAX_LENGTH)
+    emulated.library().EmulateGivenUp.argtypes = [ctypes.c_bool]
+    emulated.library().EmulateGivenUp(True)
+    try:
+        error = refused(model, cache, tokens, [0, 0], **TWO)
+        assert re.match(REFUSED.format(r"\d"), str(error)) and error.accepted == [GAVE_UP, GAVE_UP]
+    finally:
+        emulated.library().EmulateGivenUp(False)
+    assert np.isfinite(emulated.run(model, cache, tokens, **TWO).stream).all()

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "bindings/operands.h"
+#include "comm/errors.h"
 
 namespace musejax {
 
@@ -12,6 +13,12 @@ inline Operands::Copy CopyOn(cudaStream_t stream) {
   return [stream](void* to, const void* from, size_t bytes) {
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream) == cudaSuccess;
   };
+}
+
+// What kernels of this process have reported, for a call on these devices to fail with; empty if there are several: one
+// of them would stop, and the others wait for it in their next collective. Kernels refuse there what is to be refused.
+inline std::string ReportedBefore(ffi::Span<const int64_t> devices) {
+  return devices.size() > 1 ? "" : comm::ErrorText();
 }
 
 // Success, or the error of an operation's launches.

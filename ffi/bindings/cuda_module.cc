@@ -94,9 +94,11 @@ NB_MODULE(_cuda, m) {
   m.def("layer_error", &musejax::comm::ErrorText);
   m.def("reset_after_error", [] {
     const int layers = int(musejax::layer::ResetAfterError()), draft = int(musejax::draft::ResetAfterError());
-    musejax::comm::ClearError();
-    return layers ? layers : draft;
+    const int flags = int(musejax::comm::ClearError());
+    return layers ? layers : draft ? draft : flags;
   });
+  // For tests: epochs of layer_instances()[instance] on a GPU that do not fit those of the others any more.
+  m.def("shift_epochs", &musejax::layer::ShiftEpochs, nb::arg("instance"), nb::arg("device"), nb::arg("by"));
   m.def("layer_stamps", &musejax::layer::Stamps);  // [blocks][12 warps][64 layers][32 points], flat
   m.def(
       "set_spin_budget",

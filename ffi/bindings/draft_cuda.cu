@@ -4,7 +4,9 @@
 // a rank its own slices.
 //
 // What operands hold is not checked, for it lies in device memory. A wait inside a kernel that did not end is reported
-// by the next call, and by layer_error() of the module.
+// by layer_error() of the module, and on one device by the next call. The layers' launches after it are refused
+// (layers_cuda.cu), so that no state comes of a draft on which ranks may not agree; a commit leaves rings that may make
+// later guesses worse, but no token wrong.
 #include <algorithm>
 
 #include "bindings/cuda.h"
@@ -79,7 +81,7 @@ ffi::Error OnRank(draft::Launch& p, Numbers given, const LaunchKernel& launch) {
 
 ffi::Error RunDraft(cudaStream_t stream, Args args, Rets rets, DraftAttribute attribute, int64_t num_tokens,
                     Numbers devices, bool looped) {
-  if (const std::string text = comm::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
+  if (const std::string text = ReportedBefore(devices); !text.empty()) return ffi::Error::Internal(text);
   Operands io("draft", args, rets, CopyOn(stream));
   draft::DraftParams p{};
   p.model = ToModel(attribute, io);
@@ -109,7 +111,7 @@ ffi::Error RunDraft(cudaStream_t stream, Args args, Rets rets, DraftAttribute at
 
 ffi::Error RunCommit(cudaStream_t stream, Args args, Rets rets, DraftAttribute attribute, Numbers devices,
                      bool looped) {
-  if (const std::string text = comm::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
+  if (const std::string text = ReportedBefore(devices); !text.empty()) return ffi::Error::Internal(text);
   Operands io("draft_commit", args, rets, CopyOn(stream));
   draft::CommitParams p{};
   p.model = ToModel(attribute, io);

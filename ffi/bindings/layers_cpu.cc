@@ -4,8 +4,9 @@
 //   stream f32 [rows, hidden], q, gate bf16 [heads, rows, c], cos_sin f32 [thetas, rows, 2, c/2], parents, state, path
 //   (pass.h), then per layer: dense u8 [8, bytes], experts u8 [8, E, bytes], small f32 [n], keys, values bf16
 //   [kv_heads, slots, c], flight_keys, flight_values bf16 [kv_heads, 16, c]
-//   -> stream, q, gate, ids i32 [layers, rows, top_k], taps f32 [layers tapped, rows, hidden], and the four arrays of
-//   keys and values of each layer, in place.
+//   -> stream, q, gate, state, ids i32 [layers, rows, top_k], taps f32 [layers tapped, rows, hidden], and the four
+//   arrays of keys and values of each layer, in place. On CUDA a pass that gave up leaves kGaveUp in state[2], with
+//   which the next one is refused.
 //
 // Attributes: model; first, last (cpu/layer.h); per layer window (0: full), theta (index into cos_sin, -1: no
 // rotation), nvfp4 (0 or 1), tap (0 or 1); devices, none or one: on CUDA, the ordinals of those that share the layers.
@@ -39,6 +40,7 @@ ffi::Error Layers(ffi::RemainingArgs args, ffi::RemainingRets rets, ModelAttribu
   float* stream_out = io.Out<float>("stream", {count, s.hidden});
   bf16* q_out = io.Out<bf16>("q", {s.heads, count, s.head_dim});
   bf16* gate_out = io.Out<bf16>("gate", {s.heads, count, s.head_dim});
+  int32_t* state_out = io.Out<int32_t>("state", {3});
   int32_t* ids = io.Out<int32_t>("ids", {n, count, m.top_k});
   const int64_t tapped = n - std::count(tap.begin(), tap.end(), 0);
   io.Require(last || tap[n - 1] == 0, "tap", "0 for a layer that does not run whole", tap[n - 1]);
@@ -60,6 +62,7 @@ ffi::Error Layers(ffi::RemainingArgs args, ffi::RemainingRets rets, ModelAttribu
   if (stream != stream_out) std::copy_n(stream, count * s.hidden, stream_out);
   if (q != q_out) std::copy_n(q, count * s.q_width(), q_out);
   if (gate != gate_out) std::copy_n(gate, count * s.q_width(), gate_out);
+  state_out[0] = int32_t(rows.length), state_out[1] = int32_t(rows.valid), state_out[2] = int32_t(accepted.count);
   std::fill_n(ids, n * count * m.top_k, int32_t(s.experts));
   RunLayers(m, layers.data(), int(n), first, last, rows, accepted, stream_out, q_out, gate_out, ids, taps);
   return ffi::Error::Success();

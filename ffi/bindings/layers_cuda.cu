@@ -1,10 +1,12 @@
 // Target musejax_layers on CUDA: operands, results and attributes as in layers_cpu.cc, one launch of the layer kernel;
 // and with several `devices` one on each: `dense`, `experts`, q, gate, keys and values are those of the device's slices,
 // and the kernels exchange what they have finished while they run.
-// And musejax_layers_looped, for measurements: some of 8 / slices ranks, the others sending a rank its own slices.
+// And musejax_layers_looped, for measurements: some of 8 / slices ranks, the others sending a rank its own slices; the
+// state is no result.
 //
-// What operands hold is not checked, for it lies in device memory. A wait inside the kernel that did not end is
-// reported by the next call, and by layer_error() of the module.
+// What operands hold is not checked, for it lies in device memory; but for a state of a pass that gave up, which the
+// kernel refuses. That, or a wait inside the kernel that did not end, is reported by layer_error() of the module, and
+// on one device by the next call.
 #include <algorithm>
 
 #include "bindings/cuda.h"
@@ -51,7 +53,7 @@ layer::Devices DevicesOf(Numbers given, int here) {
 
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const ModelAttribute& attribute,
                bool first, bool last, const LayerLists& lists, Numbers given, bool looped) {
-  if (const std::string text = comm::ErrorText(); !text.empty()) return ffi::Error::Internal(text);
+  if (const std::string text = ReportedBefore(given); !text.empty()) return ffi::Error::Internal(text);
   Operands io("layers", args, rets, CopyOn(stream));
   PassParams pass{};
   pass.model = ToModel(attribute, io);
@@ -76,7 +78,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   pass.q = io.InOut<bf16>("q", {heads, count, s.head_dim});
   pass.gate = io.InOut<bf16>("gate", {heads, count, s.head_dim});
   const float* cos_sin = io.In<float>("cos_sin", {thetas, count, 2, s.head_dim / 2});
-  const auto [parents, state, path] = TakeRowArrays(io, count);
+  const RowArrays rows = TakeRowArrays(io, count, !looped);
   pass.ids = io.Out<int32_t>("ids", {n, count, m.top_k});
   int64_t tapped = 0;
   for (const int64_t tap : lists.tap) tapped += tap != 0;
@@ -104,7 +106,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
     const std::vector<layer::Workspace>& all = layer::WorkspacesOf(*instance, slots, devices);
     const layer::Workspace& w = all[rank];
     pass.count_layers = int(n), pass.first = first, pass.last = last, pass.rows = int(count);
-    pass.parents = parents, pass.state = state, pass.path = path;
+    pass.parents = rows.parents, pass.state = rows.state, pass.path = rows.path, pass.mark = rows.mark;
     pass.schedule = w.schedule, pass.frames = w.frames, pass.epochs = w.epochs, pass.abort = w.abort;
     pass.max_units = w.max_units, pass.rank = rank;
     pass.stamps = w.stamps, pass.error = comm::Errors(), pass.budget = w.budget;

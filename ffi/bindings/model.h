@@ -50,15 +50,21 @@ inline Model ToModel(const ModelAttribute& a, Operands& io) {
 inline int64_t SmallCount(const Model& m, bool nvfp4) { return SmallLayout(m.shape, nvfp4).count; }
 
 // Operands of every pass: parents i32 [rows]; state i32 [3] = (stored positions, valid rows, accepted rows); path i32
-// [16]. What they hold can be checked only where the host can read them (pass.h).
+// [16]. What they hold can be checked only where the host can read them (pass.h). A negative number of accepted rows is
+// kGaveUp.
 struct RowArrays {
   const int32_t *parents, *state, *path;
+  int32_t* mark;  // state[2] as a result, if there is one
 };
 
-inline RowArrays TakeRowArrays(Operands& io, int64_t count) {
-  RowArrays rows;
+// in_place: the state is also the next result.
+inline RowArrays TakeRowArrays(Operands& io, int64_t count, bool in_place = false) {
+  RowArrays rows{};
   rows.parents = io.In<int32_t>("parents", {count});
-  rows.state = io.In<int32_t>("state", {3});
+  if (int32_t* state = in_place ? io.InOut<int32_t>("state", {3}) : nullptr)
+    rows.state = state, rows.mark = state + 2;
+  else if (!in_place)
+    rows.state = io.In<int32_t>("state", {3});
   rows.path = io.In<int32_t>("path", {kMaxRows});
   io.Require(count >= 1 && count <= kMaxRows, "parents", "1 to 16 rows", count);
   return rows;

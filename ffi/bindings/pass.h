@@ -2,18 +2,20 @@
 #pragma once
 
 #include "bindings/model.h"
+#include "common/pass_state.h"
 #include "cpu/layer.h"
 
 namespace musejax {
 
 // The operands of TakeRowArrays, and what they hold.
 inline void TakeRows(Operands& io, int64_t count, Rows* rows, Accepted* accepted) {
-  const auto [parents, state, path] = TakeRowArrays(io, count);
+  const auto [parents, state, path, mark] = TakeRowArrays(io, count);
   if (!io.ok()) return;
   rows->count = int(count), rows->length = state[0], rows->valid = state[1], accepted->count = state[2];
+  io.Require(state[2] >= 0, "state[2]", kNotGivenUp, std::to_string(state[2]) + kGaveUpText);
   io.Require(state[0] >= 0, "state[0]", "a length of at least 0", state[0]);
   io.Require(state[1] >= 0 && state[1] <= count, "state[1]", "at most the number of rows", state[1]);
-  io.Require(state[2] >= 0 && state[2] <= kMaxRows && state[2] <= state[0], "state[2]",
+  io.Require(state[2] <= kMaxRows && state[2] <= state[0], "state[2]",
              "at most 16 accepted rows and the length", state[2]);
   for (int64_t i = 0; i < kMaxRows; ++i) {
     accepted->path[i] = path[i];

@@ -37,7 +37,7 @@ struct Launcher {
     io.Require(count >= 1 && count <= kMaxRows, "rows", "1 to 16", count);
   }
   void RowState() {
-    const auto [parents, state, path] = TakeRowArrays(io, p.rows);
+    const auto [parents, state, path, mark] = TakeRowArrays(io, p.rows);
     p.parents = parents, p.state = state, p.path = path;
   }
   void Dense(int64_t slices) { arrays().dense = io.In<uint8_t>("dense", {slices, DenseLayout(shape()).bytes}); }

@@ -1,6 +1,8 @@
 // What kernels report of a wait that did not end, and how long a wait may take: of all kernels of this process.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 #include <string>
 
@@ -14,13 +16,21 @@ struct ErrorBlock {
 };
 ErrorBlock* Errors();
 
-// Numbers of phases in error reports: those of the layer kernel from 0, those of a drafter's from here.
-inline constexpr int kDraftPhases = 10;
+// Numbers of phases in error reports: those of the layer kernel from 0, those of a drafter's from kDraftPhases; and of
+// a launch that was refused for the state it was given.
+inline constexpr int kDraftPhases = 10, kRefused = -1;
 
 // Text of a reported error, empty if there is none. It stays until ResetAfterError of every kernel's header and
 // ClearError; until then the state of a pass that failed means nothing.
 std::string ErrorText();
-void ClearError();
+
+// Whether somebody has given up on this device, in its memory, for all kernels there: launches of layers are refused
+// from then on, until ClearError. Made on first use (not while a graph is captured).
+// Throws std::runtime_error with the CUDA error.
+uint32_t* AbortFlag(int device);
+
+// The last step after an error, when the kernels have stopped and their workspaces are clear: forgets it on all devices.
+cudaError_t ClearError();
 
 // How long a wait of launches from now on may take, in nanoseconds (2 s at first); workspaces take it over with their
 // kernel's WriteBudgets.

@@ -52,6 +52,10 @@ struct Waiter {
     if (!where->aborted) where->layer = layer, where->phase = phase;
   }
 
+  // Instead of a launch: this warp takes it for given up. reports: as the one to tell of it.
+  __device__ void Refuse(bool reports) const {
+    where->phase = kRefused, where->expired = reports, where->aborted = 1;
+  }
   // At the end: the first warp whose wait expired fills the error block.
   __device__ void Report() const {
     ErrorBlock* error = where->error;

@@ -8,7 +8,7 @@
 #error "MUSEJAX_VERSION is defined by CMakeLists.txt, from pyproject.toml"
 #endif
 
-#define MUSEJAX_ABI 6  // a macro, for build_info.h joins it into a literal
+#define MUSEJAX_ABI 7  // a macro, for build_info.h joins it into a literal
 
 namespace musejax {
 inline constexpr char kVersion[] = MUSEJAX_VERSION;

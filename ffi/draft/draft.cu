@@ -39,7 +39,6 @@ cudaError_t Clear(const Workspace& w) {
   cudaError_t error = cudaSetDevice(w.device);
   if (error == cudaSuccess) error = cudaMemset(w.frames, 0, comm::kBarrierBytes);
   if (error == cudaSuccess) error = cudaMemset(w.passed, 0, w.blocks * sizeof(comm::Passed));
-  if (error == cudaSuccess) error = cudaMemset(w.abort, 0, 4);
   return error == cudaSuccess ? cudaDeviceSynchronize() : error;
 }
 
@@ -58,8 +57,8 @@ Workspace MakeWorkspace(const Frames& frames, int device) {
   Prepare();
   Check(cudaMalloc(&w.frames, w.bytes), "cudaMalloc");
   Check(cudaMalloc(&w.passed, w.blocks * sizeof(comm::Passed)), "cudaMalloc");
-  Check(cudaMalloc(&w.abort, 8), "cudaMalloc");
-  w.budget = w.abort + 1;
+  Check(cudaMalloc(&w.budget, 4), "cudaMalloc");
+  w.abort = comm::AbortFlag(device);
   Check(cudaMemset(w.frames, 0, w.bytes), "cudaMemset");  // rows that are not there are read, and taken out later
   Check(WriteBudget(w), "cudaMemcpy");
   Check(Clear(w), "cudaMemset");

@@ -16,6 +16,7 @@
 
 #include "comm/exchange.h"
 #include "common/model.h"
+#include "common/pass_state.h"
 #include "layer/partition.h"
 #include "layer/sizes.h"
 #include "layer/words.cuh"
@@ -43,6 +44,7 @@ struct Pass {
   bool first, last;  // as cpu/layer.h
   int rows;          // of the arrays below, 1 to 16
   const int32_t *parents, *state, *path;
+  int32_t* mark;       // set to kGaveUp if the launch gives up: state[2], or null
   float* stream;       // [rows][hidden], in and out
   uint16_t *q, *gate;  // [heads here][rows][c]
   int32_t* ids;        // [layers][rows][k]
@@ -58,9 +60,10 @@ struct Pass {
   uint64_t* stamps;  // [blocks][warps][layers][kStamps], of a build with MUSEJAX_LAYER_STAMPS; null: none wanted
 };
 
-// An SM's copy in shared memory, and its part of the schedule.
+// An SM's copy in shared memory, its part of the schedule, and whether it must not run the layers.
 struct BlockPass : Pass {
   UnitSpan dense[kDenseGemms];
+  bool refused;
 };
 
 inline constexpr int kPassBytes = 512;  // that it takes in shared memory

@@ -89,10 +89,10 @@ Workspace MakeWorkspace(const Instance& instance, int max_units, int device) {
                              " multiprocessors, got none: set_schedule registers one, musejax.ffi.library calls it");
   Check(cudaMalloc(&w.schedule, 4 * schedule->second.size()), "cudaMalloc");
   Check(cudaMalloc(&w.frames, FrameBytes(instance, w.max_units)), "cudaMalloc");
-  Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 2)), "cudaMalloc");
-  w.abort = w.epochs + w.blocks, w.budget = w.abort + 1;
+  Check(cudaMalloc(&w.epochs, 4 * (w.blocks + 1)), "cudaMalloc");
+  w.budget = w.epochs + w.blocks, w.abort = comm::AbortFlag(device);
   Check(cudaMemset(w.frames, 0, FrameBytes(instance, w.max_units)), "cudaMemset");
-  Check(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)), "cudaMemset");
+  Check(cudaMemset(w.epochs, 0, 4 * w.blocks), "cudaMemset");
   Check(WriteBudget(w), "cudaMemcpy");
   Check(WriteSchedule(w, schedule->second), "cudaMemcpy");
 #if defined(MUSEJAX_LAYER_STAMPS)
@@ -183,6 +183,23 @@ void Connect(int instance, int64_t slots, const Devices& devices) {
   MakeWorkspaces(key);
 }
 
+int ShiftEpochs(int instance, int device, uint32_t by) {
+  if (instance < 0 || instance >= int(Instances().size()))
+    throw std::invalid_argument("shift_epochs: expected a number of an instance, got " + std::to_string(instance) +
+                                " (argument instance)");
+  const std::lock_guard<std::mutex> lock(mutex);
+  int shifted = 0;
+  ForWorkspaces([&](const Workspace& w, int of) {
+    if (of != instance || w.device != device) return;
+    std::vector<uint32_t> epochs(w.blocks);
+    Check(cudaMemcpy(epochs.data(), w.epochs, 4 * epochs.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    for (uint32_t& epoch : epochs) epoch += by;
+    Check(cudaMemcpy(w.epochs, epochs.data(), 4 * epochs.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    ++shifted;
+  });
+  return shifted;
+}
+
 cudaError_t ResetAfterError() {
   const comm::CurrentDevice before;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -193,7 +210,7 @@ cudaError_t ResetAfterError() {
   ForWorkspaces([&](const Workspace& w, int instance) {
     then(cudaSetDevice(w.device));
     then(cudaMemset(w.frames, 0, FrameBytes(Instances()[instance], w.max_units)));
-    then(cudaMemset(w.epochs, 0, 4 * (w.blocks + 1)));
+    then(cudaMemset(w.epochs, 0, 4 * w.blocks));
     then(cudaDeviceSynchronize());
   });
   return error;

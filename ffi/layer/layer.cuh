@@ -86,6 +86,9 @@ __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Share
     const int32_t* span = params.schedule + 2 * (block * kDenseGemms + threadIdx.x);
     reinterpret_cast<BlockPass*>(shared.pass)->dense[threadIdx.x] = {span[0], span[1]};
   }
+  // Once an SM, for all of its warps: another one may give up meanwhile.
+  if (threadIdx.x == kThreads - 1)
+    reinterpret_cast<BlockPass*>(shared.pass)->refused = (state && state[2] < 0) || *params.abort;
   Context<S>& c = *reinterpret_cast<Context<S>*>(shared.contexts[warp]);
   if (threadIdx.x % 32 == 0) {
     shared.where[warp] = {params.error, params.abort, *params.budget, params.rank, block, warp};
@@ -299,18 +302,25 @@ __device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
   StoreStream(c, shared.residual, c.pass().stream);
 }
 
-// The kernel's body.
+// The kernel's body. A launch gives up where a wait does not end, and all of it at once where the pass before it, or
+// anything else on this device, gave up: then it publishes nothing, so that other ranks give up as well. Either way it
+// marks its state, and only its epochs go on.
 template <typename S>
 __device__ __forceinline__ void RunLayers(const PassParams& params) {
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(ptx::DynamicShared());
   Context<S>& c = BeginPass(params, shared);
-  if (c.warp > 0)
+  if (c.pass().refused)
+    c.waiter.Refuse(c.block + c.warp == 0);
+  else if (c.warp > 0)
     RunRows(c, shared);
   else
     Stream(c, shared);
   __syncwarp();
-  if (c.lane() == 0) c.waiter.Report();
-  if (threadIdx.x == 32) params.epochs[blockIdx.x] = c.epoch;
+  if (c.lane() == 0) {
+    c.waiter.Report();
+    if (c.waiter.Aborted() && params.mark) *params.mark = kGaveUp;
+  }
+  if (threadIdx.x == 32) params.epochs[blockIdx.x] = c.epoch + (params.count_layers - 1 - c.layer);
 }
 
 template <typename S>

@@ -59,6 +59,12 @@ const std::vector<Workspace>& WorkspacesOf(const Instance& instance, int64_t slo
 // Throws std::invalid_argument or std::runtime_error.
 void Connect(int instance, int64_t slots, const Devices& devices);
 
+// For tests: from the next launch on the epochs of the ranks on this device are `by` further, so that they and the
+// other ranks no longer know each other's words; until ResetAfterError. No launch of the instance may be running.
+// Returns how many workspaces there were.
+// Throws std::invalid_argument, or std::runtime_error with the CUDA error.
+int ShiftEpochs(int instance, int device, uint32_t by);
+
 // After an error (comm/errors.h): waits for all launches, then clears all workspaces.
 cudaError_t ResetAfterError();
 

@@ -19,6 +19,9 @@ from musejax.sharding import cache_sharding, replicated
 MAX_ROWS = 16
 """Rows of one pass (kMaxRows in ffi/common/layout.h)."""
 
+GAVE_UP = -1
+"""`KernelCache.accepted` once a pass has given up waiting (kGaveUp in ffi/common/pass_state.h)."""
+
 
 class KernelCache(NamedTuple):
     """State of one sequence.
@@ -27,7 +30,10 @@ class KernelCache(NamedTuple):
         layers: stored keys and values [k, p, c], bfloat16 for the kernels; position x in slot x mod p.
         flight: keys and values of the last pass's rows [k, 16, c].
         length: int32 [], positions stored or accepted; the next pass begins here.
-        accepted: int32 [], rows of `flight` still to be stored, the last ones of `length`.
+        accepted: int32 [], rows of `flight` still to be stored, the last ones of `length`. GAVE_UP, for good, if this
+            pass or one before it gave up waiting on a GPU: then nothing here means anything, and every further pass
+            is refused (ffi.StateError). Not `length`, which rows, positions and loops depend on: it stays in its range
+            and the same on all devices.
         path: int32 [16], which rows those are, in order of position.
     """
 
@@ -80,7 +86,18 @@ def keep_placement(cache: KernelCache, config: ModelConfig, mesh) -> KernelCache
 def accept(cache: KernelCache, path, count) -> KernelCache:
     """After a pass: its first `count` rows of `path` (int32 [16]) become the next positions."""
     count = jnp.asarray(count, jnp.int32)
-    return cache._replace(length=cache.length + count, accepted=count, path=jnp.asarray(path, jnp.int32))
+    accepted = jnp.where(cache.accepted < 0, cache.accepted, count)
+    return cache._replace(length=cache.length + count, accepted=accepted, path=jnp.asarray(path, jnp.int32))
+
+
+def none_accepted(cache: KernelCache) -> KernelCache:
+    """The cache with no rows in flight to store; if a pass gave up, that stays known."""
+    return cache._replace(accepted=jnp.minimum(cache.accepted, 0))
+
+
+def give_up(cache: KernelCache, lost) -> KernelCache:
+    """The cache, refused by every pass from now on if `lost` (bool [])."""
+    return cache._replace(accepted=jnp.where(lost, GAVE_UP, cache.accepted))
 
 
 def flush(cache: KernelCache) -> KernelCache:
@@ -96,4 +113,4 @@ def flush(cache: KernelCache) -> KernelCache:
         return kept.at[:, at].set(flight[:, cache.path], mode="drop")
 
     layers = jax.tree.map(store, cache.layers, cache.flight)
-    return cache._replace(layers=layers, accepted=jnp.zeros_like(cache.accepted))
+    return none_accepted(cache._replace(layers=layers))

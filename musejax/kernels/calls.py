@@ -29,7 +29,7 @@ class RowState(NamedTuple):
 
     Attributes:
         parents: int32 [t], row of each row's parent, -1 for none; a chain is -1, 0, 1, ...
-        state: int32 [3], positions before the pass, valid rows, accepted rows of the pass before.
+        state: int32 [3], positions before the pass, valid rows, accepted rows of the pass before (or cache.GAVE_UP).
         path: int32 [16], those accepted rows.
     """
 
@@ -81,7 +81,8 @@ class Call:
             LibraryError: as `ffi.connect`.
 
         Returns:
-            (stream, q, gate, expert ids int32 [n, t, k], taps float32 [len(taps), t, d] in layer order, cache)
+            (stream, q, gate, expert ids int32 [n, t, k], taps float32 [len(taps), t, d] in layer order, cache, whose
+            `accepted` is that of `rows`, or GAVE_UP)
         """
         if devices:
             ffi.connect(self._sizes(NUM_SLICES // len(devices)), max(kv.keys.shape[1] for kv in cache.layers), devices)
@@ -89,17 +90,19 @@ class Call:
                   for i in layers]
         kept = [_like(x) for group in groups for x in group[3:]]
         ids = jax.ShapeDtypeStruct((len(layers), stream.shape[0], self.config.num_experts_per_tok), jnp.int32)
-        alias = {0: 0, 1: 1, 2: 2} | {7 + 7 * g + 3 + i: 5 + 4 * g + i for g in range(len(groups)) for i in range(4)}
+        alias = {0: 0, 1: 1, 2: 2, 5: 3} | {7 + 7 * g + 3 + i: 6 + 4 * g + i for g in range(len(groups))
+                                            for i in range(4)}
         tapped = _f32(len(taps), *stream.shape)
-        results = (_like(stream), _like(q), _like(gate), ids, tapped, *kept)
+        results = (_like(stream), _like(q), _like(gate), _like(rows.state), ids, tapped, *kept)
         out = self._run("layers", results, stream, q, gate, cos_sin, *rows, *(x for group in groups for x in group),
                         alias=alias, model=self.model, first=first, last=last,
                         **layer_attributes(self.config, layers, taps, devices))
-        stream, q, gate, ids, tapped, *kept = out
+        stream, q, gate, state, ids, tapped, *kept = out
         stored, flight = list(cache.layers), list(cache.flight)
         for g, i in enumerate(layers):
             stored[i], flight[i] = LayerCache(*kept[4 * g:4 * g + 2]), LayerCache(*kept[4 * g + 2:4 * g + 4])
-        return stream, q, gate, ids, tapped, cache._replace(layers=tuple(stored), flight=tuple(flight))
+        cache = cache._replace(layers=tuple(stored), flight=tuple(flight), accepted=state[2])
+        return stream, q, gate, ids, tapped, cache
 
     # ---- phases: one device of several ----
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from musejax import sampling
 from musejax.config import NUM_SLICES, DecodeConfig, ModelConfig
-from musejax.kernels.cache import MAX_ROWS, KernelCache, accept
+from musejax.kernels.cache import MAX_ROWS, KernelCache, accept, give_up, none_accepted
 from musejax.kernels.calls import Call, RowState
 from musejax.sampling import Sampler
 from musejax.sharding import AXIS
@@ -154,7 +154,7 @@ def run_pass(params: dict, cache: KernelCache, tokens_t, parents_t, num_valid, *
     run = over_devices(mesh, body, (param_specs(params), specs, P(), P(), P()), (P(), P(), P(), P(), specs))
     embedded, stream, ids, tapped, cache = run(params, cache, tokens_t, parents_t, jnp.asarray(num_valid, jnp.int32))
     streams = jnp.concatenate([embedded[None], tapped]) if trace else None
-    return Pass(stream, ids, tapped, cache._replace(accepted=jnp.zeros_like(cache.accepted)), streams)
+    return Pass(stream, ids, tapped, none_accepted(cache), streams)
 
 
 def append(params: dict, cache: KernelCache, tokens_t, num_valid, *, config: ModelConfig, decode: DecodeConfig,
@@ -169,7 +169,8 @@ class Choice(NamedTuple):
     """What the LM head says of each row.
 
     Attributes:
-        ids: int32 [t], token of the largest raw logit, ties to the lower id.
+        ids: int32 [t], token of the largest raw logit, ties to the lower id; -1 if `choose_after` finds that the pass
+            gave up on one of several devices.
         logprobs: float32 [t], its log-probability.
     """
 
@@ -177,25 +178,31 @@ class Choice(NamedTuple):
     logprobs: jax.Array
 
 
-def _head(stream_td, params, decode, config, mesh, num_tokens, finish, out_specs):
-    """Runs `finish(call, raw logits here [s, t, v/8], largest [t], its id [t], first slice here)` after the LM head."""
+def _head(stream_td, params, decode, config, mesh, num_tokens, finish, out_specs, accepted=0):
+    """Runs `finish(call, raw logits here [s, t, v/8], largest [t], its id [t], first slice here)` after the LM head.
+
+    accepted: of the cache, as each device knows it. A device that gave up takes its slices for some before the first
+    one: so the gather of ids, negative ones among them, tells all devices, and costs nothing.
+    """
     many = mesh is not None and mesh.size > 1
 
-    def body(stream, final_norm, lm_head):
+    def body(stream, final_norm, lm_head, accepted):
         call = Call(config, decode, platform_of(mesh))
         begin = lax.axis_index(AXIS) * lm_head.shape[0] if many else jnp.int32(0)
+        begin = jnp.where(accepted < 0, -NUM_SLICES, begin) if many else begin
         raw, best, ids = call.head(stream, final_norm, lm_head, begin, num_tokens=num_tokens, top=1)
         best, ids = (gather(x)[..., 0] if many else x[..., 0] for x in (best, ids))  # [8, t]
         first = jnp.argmax(best, axis=0)[None]  # slices ascend: the first of equals has the lowest id
         largest, winner = (jnp.take_along_axis(x, first, axis=0)[0] for x in (best, ids))
+        winner = jnp.where((ids < 0).any(), -1, winner) if many else winner
         return finish(call, raw, largest, winner, begin)
 
-    run = over_devices(mesh, body, (P(), P(), P(AXIS)), out_specs)
-    return run(stream_td, params["final_norm"], params["lm_head"])
+    run = over_devices(mesh, body, (P(), P(), P(AXIS), P()), out_specs)
+    return run(stream_td, params["final_norm"], params["lm_head"], jnp.asarray(accepted, jnp.int32))
 
 
 def greedy(params: dict, stream_td, *, config: ModelConfig, decode: DecodeConfig, num_tokens: int | None = None,
-           mesh=None) -> Choice:
+           mesh=None, accepted=0) -> Choice:
     """The most likely token of each row; the LM head stays split, devices exchange maxima and sums."""
     many = mesh is not None and mesh.size > 1
 
@@ -203,18 +210,19 @@ def greedy(params: dict, stream_td, *, config: ModelConfig, decode: DecodeConfig
         sums = call.head_sums(raw, largest, begin, num_tokens=num_tokens)
         return Choice(winner, call.logprob(largest, largest, gather(sums) if many else sums))
 
-    return _head(stream_td, params, decode, config, mesh, num_tokens, finish, Choice(P(), P()))
+    return _head(stream_td, params, decode, config, mesh, num_tokens, finish, Choice(P(), P()), accepted)
 
 
 def choose(params: dict, stream_td, positions_t, sampler: Sampler | None, *, config: ModelConfig, decode: DecodeConfig,
-           num_tokens: int | None = None, mesh=None) -> Choice:
+           num_tokens: int | None = None, mesh=None, accepted=0) -> Choice:
     """The next token of each row, greedy (sampler None) or sampled; see `sampling.choose`.
 
     Log-probabilities come from the kernels either way. A sampled id also depends on XLA's arithmetic of noise, top-k
     and top-p, which therefore always sees 16 rows: then a row draws the same token in a pass of any size.
     """
     if sampler is None:
-        return greedy(params, stream_td, config=config, decode=decode, num_tokens=num_tokens, mesh=mesh)
+        return greedy(params, stream_td, config=config, decode=decode, num_tokens=num_tokens, mesh=mesh,
+                      accepted=accepted)
     many = mesh is not None and mesh.size > 1
 
     def finish(call, raw, largest, winner, begin):
@@ -224,11 +232,22 @@ def choose(params: dict, stream_td, positions_t, sampler: Sampler | None, *, con
         padding = MAX_ROWS - raw.shape[0]
         padded, positions = jnp.pad(raw, ((0, padding), (0, 0))), jnp.pad(positions_t, (0, padding))
         ids, _ = sampling.choose(padded, call.softcap(padded), positions, sampler, num_tokens=num_tokens)
-        ids = ids[:raw.shape[0]]
+        ids = jnp.where(winner < 0, winner, ids[:raw.shape[0]])
         chosen = jnp.take_along_axis(raw, ids[:, None], axis=1)[:, 0]
         return Choice(ids, call.logprob(chosen, largest, sums))
 
-    return _head(stream_td, params, decode, config, mesh, num_tokens, finish, Choice(P(), P()))
+    return _head(stream_td, params, decode, config, mesh, num_tokens, finish, Choice(P(), P()), accepted)
+
+
+def choose_after(params: dict, stream_td, positions_t, cache: KernelCache, sampler: Sampler | None, *,
+                 config: ModelConfig, decode: DecodeConfig, num_tokens: int | None = None,
+                 mesh=None) -> tuple[Choice, KernelCache]:
+    """`choose`, of the pass that left `cache`. If that pass gave up on one of several devices, all of them learn it:
+    every id is -1, and the cache is one that gave up, the same on all."""
+    choice = choose(params, stream_td, positions_t, sampler, config=config, decode=decode, num_tokens=num_tokens,
+                    mesh=mesh, accepted=cache.accepted)
+    many = mesh is not None and mesh.size > 1
+    return choice, give_up(cache, choice.ids[0] < 0) if many else cache
 
 
 def logits(params: dict, stream_td, *, config: ModelConfig, decode: DecodeConfig, mesh=None):

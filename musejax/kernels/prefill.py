@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from musejax.cache import Cache
 from musejax.config import DecodeConfig, ModelConfig
-from musejax.kernels.cache import KernelCache
+from musejax.kernels.cache import KernelCache, none_accepted
 from musejax.model import forward as fwd
 from musejax.packing import unpack_head, unpack_layer
 
@@ -37,4 +36,4 @@ def append_reference(params: dict, cache: KernelCache, tokens_t, num_valid, *, c
     """
     view = Cache(cache.layers, cache.length)
     stream, view = fwd.append(table_view(params, config), view, tokens_t, num_valid, config=config, decode=decode)
-    return stream, cache._replace(layers=view.layers, length=view.length, accepted=jnp.zeros_like(cache.accepted))
+    return stream, none_accepted(cache._replace(layers=view.layers, length=view.length))

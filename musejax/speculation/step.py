@@ -89,6 +89,11 @@ class SpecParams(NamedTuple):
 class SpecState(NamedTuple):
     """State between two steps.
 
+    A step in which a kernel gave up waiting on a GPU, the drafter's or the target's, leaves a cache that every further
+    step is refused with (ffi.StateError): the target's launch after a drafter's that gave up does not run. Only a
+    commit of the drafter, the last launch of a step, may give up unseen by the state. It is reported all the same; and
+    what it leaves, rows in the drafter's rings, can make later guesses worse, but no token wrong.
+
     Attributes:
         cache: of the target; rows that the last step accepted are stored by the next one.
         draft: of the drafter, one row for each position before `token`, made by `draft_kernels.init_cache` for a packed
@@ -207,6 +212,7 @@ def decode_step(params: SpecParams, state: SpecState, *, config: ModelConfig, de
                       config=config, decode=decode, taps=speculation.taps, num_tokens=num_tokens, mesh=mesh)
     accepted = acceptance.accept(tree, verified.ids)
     count = jnp.minimum(accepted.count, jnp.maximum(capacity(state.cache, config) - state.cache.length, 1))
+    count = jnp.where(verified.ids[0] < 0, 1, count)  # given up: trees may differ between devices, loops must not
     path = jnp.maximum(accepted.path, 0)
     logprobs = verified.logprobs[path]
     emitted = Emitted(accepted.emitted, logprobs, count, verified.stream[path],

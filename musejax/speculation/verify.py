@@ -20,7 +20,8 @@ class Verified(NamedTuple):
     """What the target says of every row.
 
     Attributes:
-        ids: int32 [t], the token after each row, greedy or sampled at the row's own position.
+        ids: int32 [t], the token after each row, greedy or sampled at the row's own position; see
+            `kernels.forward.choose_after`.
         logprobs: float32 [t], their log-probabilities.
         stream: float32 [t, d], residual stream after the last layer: what the token was chosen from.
         taps: float32 [n, t, d], residual stream after the layers asked for.
@@ -72,9 +73,9 @@ def verify(params: dict, cache: KernelCache, tokens_t, parents_t, num_valid, sam
     if decode.implementation == "megakernel":
         out = kernels.run_pass(params, cache, tokens_t, parents_t, num_valid, config=config, decode=decode, mesh=mesh,
                                taps=taps)
-        ids, logprobs = kernels.choose(params, out.stream, positions, sampler, config=config, decode=decode,
-                                       num_tokens=num_tokens, mesh=mesh)
-        return Verified(ids, logprobs, out.stream, out.taps, out.expert_ids, out.cache)
+        (ids, logprobs), cache = kernels.choose_after(params, out.stream, positions, out.cache, sampler, config=config,
+                                                      decode=decode, num_tokens=num_tokens, mesh=mesh)
+        return Verified(ids, logprobs, out.stream, out.taps, out.expert_ids, cache)
     stream, tapped, expert_ids, cache = _reference_pass(params, cache, tokens_t, parents_t, num_valid, config, decode,
                                                         taps)
     raw = fwd.raw_logits(params, stream, config, decode)

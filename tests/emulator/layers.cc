@@ -14,6 +14,8 @@ using namespace musejax::layer;
 
 uint32_t spin_budget = 0;  // in 1,024 ns
 int only_rank = -1;        // if not negative, the other ranks of a launch do not run
+bool keep = false;         // workspaces, as they are after an error
+bool given_up = false;     // whether somebody has given up before a launch
 
 // Weights of a launch.
 struct Weights {
@@ -34,7 +36,7 @@ void OnPrefetch(const void* global, uint32_t bytes) {
 template <typename S>
 std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order) {
   ErrorBlock error{};
-  uint32_t abort = 0;
+  std::vector<uint32_t> abort(ranks.size(), given_up);
   static uint32_t budget;
   budget = spin_budget;
   for (size_t r = 0; r < ranks.size(); ++r) {
@@ -43,7 +45,8 @@ std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order
     w.frames.resize(2 * Frames<S>::Bytes(pass.max_units) + 16);
     w.epochs.resize(blocks);
     pass.frames = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.frames.data()) + 15) & ~uintptr_t(15));
-    pass.epochs = w.epochs.data(), pass.abort = &abort, pass.budget = &budget, pass.error = &error, pass.rank = int(r);
+    pass.epochs = w.epochs.data(), pass.abort = &abort[r], pass.budget = &budget, pass.error = &error;
+    pass.rank = int(r);
   }
   for (size_t r = 0; r < ranks.size(); ++r) {
     Exchange& e = ranks[r].exchange;
@@ -61,7 +64,7 @@ std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order
   });
   ptx::on_prefetch = nullptr;  // other libraries of this process share it
   if (!error.set) return "";
-  workspaces.clear();
+  if (!keep) workspaces.clear();
   return "rank " + std::to_string(error.rank) + " block " + std::to_string(error.block) + " warp " +
          std::to_string(error.warp) + " layer " + std::to_string(error.layer) + " phase " +
          std::to_string(error.phase) + " wanted " + std::to_string(error.wanted) + " saw " + std::to_string(error.seen);
@@ -73,7 +76,7 @@ std::string Run(std::vector<PassParams> ranks, int blocks, emulator::Order order
 struct EmulatedRank {
   float* stream;
   uint16_t *q, *gate;
-  int32_t* ids;
+  int32_t *ids, *state;
   const void* const*
       pointers;  // of each layer: dense, experts, small, cos_sin, keys, values, flight_keys, flight_values, tap
 };
@@ -81,14 +84,31 @@ struct EmulatedRank {
 // From now on only this rank runs in a launch of several; -1: all.
 extern "C" void EmulateOnlyRank(int rank) { only_rank = rank; }
 
+// From now on an error leaves the workspaces as they are, instead of new ones.
+extern "C" void EmulateKeepWorkspaces(bool on) { keep = on; }
+
+// From now on launches find that somebody has given up before them, on every rank.
+extern "C" void EmulateGivenUp(bool on) { given_up = on; }
+
+// Epochs of a rank from its next launch on, in all workspaces there are; until an error is reported. Returns how many.
+extern "C" int EmulateShiftEpochs(int rank, uint32_t by) {
+  int shifted = 0;
+  for (auto& [key, w] : workspaces)
+    if (key[3] == rank) {
+      for (uint32_t& epoch : w.epochs) epoch += by;
+      ++shifted;
+    }
+  return shifted;
+}
+
 // From now on copies count as come when they are asked for.
 extern "C" void EmulateEarlyCounts(bool on) { ptx::counts_early = on; }
 
 // integers, floats: see ModelOf. numbers: of each layer slots, window, nvfp4. schedule: [blocks][5][2], of every rank.
 // Returns 0; 1 with a wait that did not end described in `text`; 2 for sizes that were not compiled.
 extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int layers, int first, int last, int rows,
-                             const int32_t* parents, const int32_t* state, const int32_t* path, int num_ranks,
-                             const EmulatedRank* given, const int64_t* numbers, int slices, int blocks,
+                             const int32_t* parents, const int32_t* path, int num_ranks, const EmulatedRank* given,
+                             const int64_t* numbers, int slices, int blocks,
                              const int32_t* schedule, uint32_t seed, bool rough, int64_t max_units, double budget_ms, char* text,
                              int text_size) {
   const Model m = ModelOf(integers, floats);
@@ -98,7 +118,8 @@ extern "C" int EmulateLayers(const int64_t* integers, const float* floats, int l
   for (int r = 0; r < num_ranks; ++r) {
     PassParams& pass = ranks[r];
     pass.model = m, pass.count_layers = layers, pass.first = first, pass.last = last, pass.rows = rows;
-    pass.parents = parents, pass.state = state, pass.path = path, pass.stream = given[r].stream;
+    pass.parents = parents, pass.path = path, pass.stream = given[r].stream;
+    pass.state = given[r].state, pass.mark = given[r].state + 2;
     pass.q = given[r].q, pass.gate = given[r].gate, pass.ids = given[r].ids;
     pass.schedule = schedule, pass.max_units = int(max_units);
     for (int i = 0; i < layers; ++i) {

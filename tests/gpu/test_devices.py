@@ -1,7 +1,7 @@
 """Decoding on several GPUs, whose layer kernels exchange what they finish while they run: the bits of one GPU, and what
-happens when a rank is late or never done."""
+happens when a rank is late, never done, or in another epoch."""
 
-from contextlib import suppress
+import time
 from functools import partial
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from kernel_inputs import random_cache, tokens_of
 
 import musejax
@@ -22,6 +22,7 @@ from musejax.bench.step_cases import StepCase
 from musejax.config import NUM_SLICES, DecodeConfig
 from musejax.kernels import forward as kf
 from musejax.kernels import schedule as ks
+from musejax.kernels.cache import GAVE_UP
 from musejax.nvfp4 import ACTIVATIONS
 from musejax.paths import nano_drafter_path
 from musejax.sharding import AXIS, make_mesh
@@ -67,12 +68,14 @@ class Pass:
                                        ((host, kf.param_specs), (cache, kf.cache_specs)))
         self.run = run_pass
 
-    def __call__(self, parents=TREES["random"], valid=16):
+    def on_devices(self, parents=TREES["random"], valid=16):
         with jax.default_device(self.device):
-            out = self.run(self.params, self.cache, jnp.asarray(tokens_of(self.config, len(parents)), jnp.int32),
-                           jnp.asarray(parents, jnp.int32), valid, config=self.config, decode=self.decode,
-                           mesh=self.mesh, trace=True)
-        return jax.tree.map(np.asarray, out)
+            return self.run(self.params, self.cache, jnp.asarray(tokens_of(self.config, len(parents)), jnp.int32),
+                            jnp.asarray(parents, jnp.int32), valid, config=self.config, decode=self.decode,
+                            mesh=self.mesh, trace=True)
+
+    def __call__(self, parents=TREES["random"], valid=16):
+        return jax.tree.map(np.asarray, self.on_devices(parents, valid))
 
 
 def assert_same_pass(a, b):
@@ -172,8 +175,7 @@ def test_a_rank_that_is_late(gpu, mesh, nano):
     ffi.raise_wait_error()
     try:
         assert lib.set_spin_budget(2 * 10**6) == 0
-        with suppress(jax.errors.JaxRuntimeError):  # of the late rank, which then finds the report and does not start
-            late(Pass(nano, DecodeConfig(), 64, gpu, mesh), 20_000)
+        late(Pass(nano, DecodeConfig(), 64, gpu, mesh), 20_000)
         with pytest.raises(ffi.WaitError, match=PLACE):
             ffi.raise_wait_error()
     finally:
@@ -201,6 +203,95 @@ def test_a_unit_that_nobody_runs(gpu, mesh, nano):
         lib.set_schedule(number, sms, right.ravel().tolist())
         assert lib.set_spin_budget(BUDGET) == 0
     assert_same_pass(run(), want)
+    ffi.raise_wait_error()
+
+
+def test_a_stale_epoch(gpu, mesh, nano):
+    """One GPU's epochs no longer fit the other's: reported within the budget, the cache that came of it is refused, and
+    a new pass is right."""
+    run, lib, shape = Pass(nano, DecodeConfig(), 64, gpu, mesh), ffi.library("gpu"), ks.Shape.of(nano.config)
+    want, good = run(), run.cache
+    ffi.raise_wait_error()
+    number = lib.layer_instances().index((*shape, nano.config.num_experts_per_tok, NUM_SLICES // 2))
+    second = mesh.devices.flat[1].local_hardware_id
+    try:
+        assert lib.set_spin_budget(20 * 10**6) == 0
+        assert lib.shift_epochs(number, second, 1000) >= 1
+        begin = time.perf_counter()
+        run.cache = lost = run.on_devices().cache
+        jax.block_until_ready(lost)
+        assert time.perf_counter() - begin < 2, "within the budget, by far less than the usual one"
+        with pytest.raises(ffi.WaitError, match=PLACE) as error:
+            ffi.raise_wait_error()
+        assert type(error.value) is ffi.WaitError
+        assert [int(x.data) for x in lost.accepted.addressable_shards] == [GAVE_UP] * 2
+        for _ in range(2):
+            run.cache = run.on_devices().cache
+            jax.block_until_ready(run.cache)
+            with pytest.raises(ffi.StateError, match="the state of a pass that gave up"):
+                ffi.raise_wait_error()
+    finally:
+        assert lib.set_spin_budget(BUDGET) == 0
+    run.cache = good
+    assert_same_pass(run(), want)
+    ffi.raise_wait_error()
+
+
+def test_epochs_that_agree(gpu, mesh, nano):
+    """Both GPUs further by the same: that alone is no error."""
+    run, lib, shape = Pass(nano, DecodeConfig(), 64, gpu, mesh), ffi.library("gpu"), ks.Shape.of(nano.config)
+    want = run()
+    number = lib.layer_instances().index((*shape, nano.config.num_experts_per_tok, NUM_SLICES // 2))
+    for device in mesh.devices.flat:
+        assert lib.shift_epochs(number, device.local_hardware_id, 1000) >= 1
+    assert_same_pass(run(), want)
+    ffi.raise_wait_error()
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+def test_one_gpu_alone_knows_that_a_pass_gave_up(gpu, mesh, nano, marked):
+    """It refuses; the other waits in vain, within its budget, and from then on refuses, too."""
+    run, lib = Pass(nano, DecodeConfig(), 64, gpu, mesh), ffi.library("gpu")
+    want, good = run(), run.cache
+    marks = [jax.device_put(jnp.int32(GAVE_UP if i == marked else 0), d) for i, d in enumerate(mesh.devices.flat)]
+    run.cache = good._replace(accepted=jax.make_array_from_single_device_arrays(
+        (), NamedSharding(mesh, PartitionSpec()), marks))
+    try:
+        assert lib.set_spin_budget(20 * 10**6) == 0
+        after = run.on_devices().cache
+        jax.block_until_ready(after)
+        with pytest.raises(ffi.WaitError):  # of the rank that was first
+            ffi.raise_wait_error()
+        assert [int(x.data) for x in after.accepted.addressable_shards] == [GAVE_UP] * 2
+    finally:
+        assert lib.set_spin_budget(BUDGET) == 0
+    run.cache = good
+    assert_same_pass(run(), want)
+    ffi.raise_wait_error()
+
+
+def test_a_rank_that_is_late_in_a_whole_run(gpu, mesh):
+    """A state that one GPU alone holds for lost, in a `lax.while_loop` with collectives in it: it ends on both."""
+    model = musejax.load(devices=jax.devices(gpu.platform)[:2], drafter=nano_drafter_path())
+    prompt, lib = model.tokenizer.encode("Question:", bos=True, parse_special=False), ffi.library("gpu")
+
+    def whole(state):
+        return np.asarray(model.run_speculative(state, 20, ()).tokens).tolist()
+
+    want = whole(model.start_speculative(prompt, 128))
+    state = model.start_speculative(prompt, 128)
+    ffi.raise_wait_error()
+    marks = [jax.device_put(jnp.int32(n), d) for n, d in zip((int(state.cache.accepted), GAVE_UP), mesh.devices.flat,
+                                                             strict=True)]
+    mark = jax.make_array_from_single_device_arrays((), state.cache.accepted.sharding, marks)
+    try:
+        assert lib.set_spin_budget(20 * 10**6) == 0
+        whole(state._replace(cache=state.cache._replace(accepted=mark)))
+        with pytest.raises(ffi.WaitError):
+            ffi.raise_wait_error()
+    finally:
+        assert lib.set_spin_budget(BUDGET) == 0
+    assert whole(model.start_speculative(prompt, 128)) == want
     ffi.raise_wait_error()
 
 
