@@ -34,12 +34,24 @@ BUDGET = 2 * 10**9  # ns
 PLACE = r"rank \d, SM \d+, warp \d+, layer \d, phase .*, wanted \d+, saw \d+"
 
 
+def need(gpu, devices: int) -> None:
+    here = len(jax.devices(gpu.platform))
+    if here < devices:
+        pytest.skip(f"needs {devices} CUDA devices, here {'is' if here == 1 else 'are'} {here}")
+
+
 @pytest.fixture
 def mesh(gpu):
     """Two GPUs."""
-    if len(jax.devices(gpu.platform)) < 2:
-        pytest.skip("needs two CUDA devices, here is one")
+    need(gpu, 2)
     return make_mesh(2, gpu.platform)
+
+
+@pytest.fixture(params=[2, 4, 8])
+def several(gpu, request):
+    """All counts of GPUs that ranks can have."""
+    need(gpu, request.param)
+    return make_mesh(request.param, gpu.platform)
 
 
 def place(x, specs, mesh):
@@ -88,21 +100,21 @@ def assert_same_pass(a, b):
 
 @pytest.mark.parametrize("mode", ACTIVATIONS)
 @pytest.mark.parametrize("name", ["nano", "mini"])
-def test_one_gpu_is_two(gpu, mesh, request, name, mode):
+def test_one_gpu_is_several(gpu, several, request, name, mode):
     """Streams after every layer, experts, keys and values."""
     twin = request.getfixturevalue(name)
     for length in (0, 15, 64, 255, 700):
-        one, two = (Pass(twin, DecodeConfig(activations=mode), length, gpu, m) for m in (None, mesh))
+        one, other = (Pass(twin, DecodeConfig(activations=mode), length, gpu, m) for m in (None, several))
         for tree in TREES.values():
-            assert_same_pass(one(tree), two(tree))
-        assert_same_pass(one(valid=9), two(valid=9))
+            assert_same_pass(one(tree), other(tree))
+        assert_same_pass(one(valid=9), other(valid=9))
     ffi.raise_wait_error()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 15])
-def test_fewer_rows(gpu, mesh, nano, rows):
-    one, two = (Pass(nano, DecodeConfig(), 255, gpu, m) for m in (None, mesh))
-    assert_same_pass(one(TREES["chain"][:rows], rows), two(TREES["chain"][:rows], rows))
+def test_fewer_rows(gpu, several, nano, rows):
+    one, other = (Pass(nano, DecodeConfig(), 255, gpu, m) for m in (None, several))
+    assert_same_pass(one(TREES["chain"][:rows], rows), other(TREES["chain"][:rows], rows))
     ffi.raise_wait_error()
 
 
@@ -115,11 +127,11 @@ def test_a_difference_is_seen(gpu, mesh, nano):
         assert_same_pass(one(), two())
 
 
-def test_text_is_that_of_one_gpu(gpu, mesh):
-    """Plain on one GPU, plain and speculative on two: tokens and log-probabilities."""
+def test_text_is_that_of_one_gpu(gpu, several):
+    """Plain on one GPU, plain and speculative on several: tokens and log-probabilities."""
     prompt = "Question: What is 3 times 14?\nAnswer:"
     made = []
-    for devices, drafter in ((1, None), (2, None), (2, nano_drafter_path())):
+    for devices, drafter in ((1, None), (several.size, None), (several.size, nano_drafter_path())):
         model = musejax.load(devices=jax.devices(gpu.platform)[:devices], drafter=drafter)
         assert model.decode.implementation == "megakernel"
         made.append(musejax.generate(model, prompt, max_new_tokens=100))
@@ -130,22 +142,23 @@ def test_text_is_that_of_one_gpu(gpu, mesh):
     ffi.raise_wait_error()
 
 
-@pytest.mark.parametrize(("devices", "slices"), [(1, 2), (1, 8), (2, 1), (2, 4)])
-def test_layers_of_the_released_sizes(gpu, request, devices, slices):
+@pytest.mark.parametrize(("devices", "slices"), [(1, 2), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2), (8, 1)])
+def test_layers_of_the_released_sizes(gpu, devices, slices):
     """Beside one rank of 8 whose exchanges are looped back: all slices have the same weights."""
-    if devices > 1:
-        request.getfixturevalue("mesh")
-    one, other = (LoopedLayers(Case(layers=2, devices=d, slices=s)) for d, s in ((1, 1), (devices, slices)))
+    need(gpu, devices)
+    layers = 4 if devices == NUM_SLICES else 2
+    one, other = (LoopedLayers(Case(layers=layers, devices=d, slices=s)) for d, s in ((1, 1), (devices, slices)))
     for seed in range(3):
         for x, y in zip(one.launch(one.stream(seed)), other.launch(other.stream(seed)), strict=True):
             assert_same_bits(x, y)
     ffi.raise_wait_error()
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-def test_a_step_of_the_released_sizes(mesh, slices):
-    """Beside the first GPU's part whose exchanges are looped back, and the second GPU's results."""
-    case = StepCase(layers=2, devices=2, slices=slices)
+@pytest.mark.parametrize(("devices", "slices"), [(2, 1), (2, 4), (4, 2), (8, 1)])
+def test_a_step_of_the_released_sizes(gpu, devices, slices):
+    """Beside the first GPU's part whose exchanges are looped back, and the other GPUs' results."""
+    need(gpu, devices)
+    case = StepCase(layers=2, devices=devices, slices=slices)
     timing = step.measure(case, batches=1, each=2, mesh=step.prepare(case))
     assert timing.failures == [] and timing.digest == timing.looped.digest
 
