@@ -8,8 +8,8 @@
 # GPUs it is a rehearsal of the same stages. A stage has a limit, and what is left of the nine minutes; if one of the
 # first three fails, the others are not run. Exit code 1 if any failed, 2 for wrong arguments.
 #
-# PYTHON (default python3) has JAX with CUDA and pytest. MUSEJAX_SITE is a folder in which the package lies built; without
-# it, it is built into OUT/site, for which PYTHON needs scikit-build-core and nanobind, and the machine nvcc.
+# PYTHON (default python3) has JAX with CUDA and pytest. MUSEJAX_SITE is a folder in which the package lies built; else
+# it is built into OUT/site, for which PYTHON needs scikit-build-core and nanobind, and the machine nvcc.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
@@ -55,7 +55,8 @@ build() {
 pair() {
   local groups=(peer)
   [[ $1 == 0 && $2 == $((ranks - 1)) ]] && groups+=(tear)
-  CUDA_VISIBLE_DEVICES=$1,$2 "$python" -P -m musejax.cli bench limits --only "${groups[@]}" --json "$out/peer-$1-$2.json"
+  CUDA_VISIBLE_DEVICES=$1,$2 "$python" -P -m musejax.cli bench limits --only "${groups[@]}" \
+    --json "$out/peer-$1-$2.json"
 }
 
 # All pairs, in rounds in which no GPU is in two pairs: GPU ranks - 1 stays, the others go round.
