@@ -191,10 +191,11 @@ __device__ __noinline__ void CombineExperts(Context<S>& c, RouteShared& route) {
     const CombineTask<S> task(begin + stride * (finish ? step - mine : mine - 1 - step));
     const SlotOrder order = OrderOfSlots(c, route, task.row);
     Rehearse([&](bool rehearsal) {
-      bool there = true;
-      if (step != mine && task.row < c.valid) there = ReceiveSlots(c, task, rehearsal, z);
-      if (finish) return FinishCombine(c, route, task, order, z, rehearsal) && there;
-      if (task.row < c.valid) PublishSlotSums(c, task, z, there);
+      const bool counts = task.row < c.valid;
+      bool there = true;  // which slots are when they come a second time
+      if (step != mine && counts) there = ReceiveSlots(c, task, rehearsal && !finish, z);
+      if (finish) return FinishCombine(c, route, task, order, z, rehearsal);
+      if (counts) PublishSlotSums(c, task, z, there);
       return there;
     });
   }
