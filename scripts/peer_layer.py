@@ -5,9 +5,9 @@ layer`. One line a case.
     python scripts/peer_layer.py [--rows 16] [--context 2048] [--distinct 49] [--layers 8] [--limit GB/S] [--json FILE]
     python scripts/peer_layer.py --device cpu --tiny      small sizes, a rehearsal without a GPU
 
-Needs PyTorch 2.11 and transformers 5.24.0 or newer, and nothing of musejax. MuseSparkTextDecoderLayer, StaticCache, the
-masks and the angles are the library's, unchanged; only its config is ours. Several ways to run the same layers take
-turns, batch by batch, and the line is that of the fastest:
+Needs PyTorch 2.11 and transformers 5.24.0 or newer; of musejax only what a case is. MuseSparkTextDecoderLayer,
+StaticCache, the masks and the angles are the library's, unchanged; only its config is ours. Several ways to run the
+same layers take turns, batch by batch, and the line is that of the fastest:
 
     reduce-overhead  torch.compile in the mode that records CUDA graphs by itself
     captured         torch.compile, and a CUDA graph of it captured here
@@ -61,131 +61,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-RANKS = 8
-FIRST_LAYER = 2  # of the model, as in `bench layer`
-MAX_ROWS = 16
+from musejax.bench.limits import BenchError
+from musejax.bench.peer import RELEASED, SPLITS, TINY, Case, Timing, WayTiming, as_line, to_json
+
 NEEDS = {"torch": (2, 11), "transformers": (5, 24)}
 MODEL = "transformers.models.muse_spark.modeling_muse_spark"
 INSTALL = "pip install 'torch>=2.11' 'transformers>=5.24.0'"
-SPLITS = ("pooled", "inner")
 WORKSPACE = 4e9  # bytes of a GPU's memory left to what is no weight
 DIFFERENCE = 0.1  # of a layer's results, see Timing; roundings make 0.01, another history, mask or rotation above 0.2
 
 # ------------------------------------------------------------------ what is run
-
-
-class PeerError(RuntimeError):
-    """Nothing can be measured; the text says what was expected and found."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A model's, or those of a rank of it. Whatever is not here is as in the config class of the library."""
-
-    name: str
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    moe_hidden: int
-    moe_inner: int
-    experts: int
-    top_k: int
-    window: int
-
-    def rank(self, split: str) -> Sizes:
-        """What a config can say of one rank of 8."""
-        part = {"pooled": "moe_hidden", "inner": "moe_inner"}[split]
-        return replace(self, heads=self.heads // RANKS, kv_heads=self.kv_heads // RANKS,
-                       **{part: getattr(self, part) // RANKS})
-
-    @property
-    def attention_bytes(self) -> int:
-        """q, k, v, gate and o of a layer, bfloat16."""
-        return 2 * self.hidden * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Pooler and unpooler, bfloat16."""
-        return 2 * 2 * self.hidden * self.moe_hidden
-
-    @property
-    def router_bytes(self) -> int:
-        """float32."""
-        return 4 * self.experts * self.hidden
-
-    @property
-    def dense_bytes(self) -> int:
-        """All matrices of a layer but the experts'."""
-        return self.attention_bytes + self.pool_bytes + self.router_bytes
-
-    @property
-    def expert_bytes(self) -> int:
-        """One expert, bfloat16."""
-        return 2 * 3 * self.moe_hidden * self.moe_inner
-
-    @property
-    def layer_bytes(self) -> int:
-        """All that a layer holds."""
-        return self.dense_bytes + self.experts * self.expert_bytes
-
-
-RELEASED = Sizes("released", 8192, 128, 16, 64, 4096, 4096, 256, 8, 2048)
-TINY = Sizes("tiny", 256, 32, 16, 16, 128, 128, 256, 8, 64)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is run; see `musejax.bench.cases.Case`.
-
-    Raises:
-        PeerError: a value out of range.
-    """
-
-    distinct: int = 49
-    rows: int = 16
-    context: int = 2048
-    layers: int = 8
-    split: str = "pooled"
-    sizes: Sizes = RELEASED
-
-    def __post_init__(self):
-        k = self.sizes.top_k
-        for name, low, high, why in (
-                ("rows", 1, MAX_ROWS, "what a pass takes"),
-                ("distinct", k, min(self.rows * k, self.sizes.experts), f"rows {self.rows}, {k} choices each"),
-                ("context", 0, 2**20 - MAX_ROWS, "what the model takes"),
-                ("layers", 1, 62 - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
-            if not low <= getattr(self, name) <= high:
-                raise PeerError(f"{name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
-
-    @property
-    def rank(self) -> Sizes:
-        return self.sizes.rank(self.split)
-
-    @property
-    def full(self) -> list[bool]:
-        """Whether a layer sees all of the context, and has no rotation; layer by layer."""
-        return [i % 4 == 1 for i in range(FIRST_LAYER, FIRST_LAYER + self.layers)]
-
-    @property
-    def key_bytes(self) -> int:
-        """Of history keys and values, bfloat16, mean a layer."""
-        seen = [self.context if full else min(self.context, self.sizes.window) for full in self.full]
-        return int(np.mean(seen)) * 2 * 2 * self.rank.head_dim * self.rank.kv_heads
-
-    @property
-    def admitted(self) -> int:
-        """Experts that a layer's selection bias must admit for `distinct` to be hit if rows choose at random."""
-        k = self.sizes.top_k
-        counts = np.arange(k, self.sizes.experts + 1)
-        return int(counts[np.argmin(np.abs(counts * (1 - (1 - k / counts) ** self.rows) - self.distinct))])
 
 
 class Mode(NamedTuple):
@@ -199,75 +89,6 @@ MODES = {"reduce-overhead": Mode("reduce-overhead", False), "captured": Mode("de
          "max-autotune": Mode("max-autotune-no-cudagraphs", True)}
 
 
-@dataclass(frozen=True)
-class WayTiming:
-    """What one way took: microseconds a layer (10th, 50th, 90th percentile), seconds of compilation, graphs that
-    torch.compile declined to record; or why it did not run."""
-
-    name: str
-    us: tuple[float, float, float] = (0, 0, 0)
-    compile_s: float = 0
-    skipped_graphs: int = 0
-    why_not: str = ""
-
-    def text(self) -> str:
-        if self.why_not:
-            return f"{self.name} {self.why_not}"
-        low, median, high = self.us
-        skipped = f", {self.skipped_graphs} CUDA graphs declined" * bool(self.skipped_graphs)
-        return f"{self.name} {median:.1f} us a layer ({low:.1f} to {high:.1f}{skipped})"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One case's figures.
-
-    Attributes:
-        ways: the fastest first, those that did not run last.
-        distinct: experts hit a layer, mean over launches and layers.
-        weight_bytes: that the peer has to read a layer, each expert hit once; `expert_bytes` of them are the experts'.
-        difference: of the results, from those without torch.compile: RMS over RMS of a row, the rows' median, the worst
-            layer and way.
-        failed: what is wrong; empty: nothing.
-    """
-
-    ways: tuple[WayTiming, ...]
-    distinct: float
-    weight_bytes: float
-    expert_bytes: float
-    difference: float
-    failed: str = ""
-
-    @property
-    def gb_per_s(self) -> float:
-        """Of the weights, at the median of the fastest way; 0 if none ran."""
-        us = self.ways[0].us[1]
-        return self.weight_bytes / us / 1e3 if us else 0.0
-
-
-def as_line(machine: str, case: Case, timing: Timing, limit: float | None) -> str:
-    """A case in one line; `limit` in GB/s."""
-    best, *others = timing.ways
-    share = f", {timing.gb_per_s / limit:.1%} of {limit:.0f}" if limit else ""
-    sizes = f"{case.sizes.name} sizes, one rank of 8 (split {case.split}), bfloat16, no exchanges"
-    return (f"{machine}; MuseSparkTextDecoderLayer; {sizes}; rows {case.rows}; context {case.context}; "
-            f"{case.layers} layers in one program; D {case.distinct} asked, {timing.distinct:.1f} met; {best.text()}; "
-            f"{timing.weight_bytes / 1e6:.1f} MB of weights, {timing.expert_bytes / 1e6:.1f} of them experts', "
-            f"{case.key_bytes / 1e6:.2f} MB of keys and values; {timing.gb_per_s:.0f} GB/s of weights{share}; "
-            + "".join(f"beside it {way.text()}; " for way in others)
-            + f"layers within {timing.difference:.1e} of those without torch.compile"
-            + f"; FAILED: {timing.failed}" * bool(timing.failed)
-            + "; A REHEARSAL, no figure of the model" * (case.sizes is not RELEASED))
-
-
-def to_json(results: Sequence[tuple[Case, Timing]], **more) -> dict:
-    """The cases as plain data, and whatever else is to be kept with them."""
-    return {**more, "failed": sum(bool(timing.failed) for _, timing in results),
-            "cases": [{"case": asdict(case), "rank": asdict(case.rank), "admitted": case.admitted,
-                       "key_bytes": case.key_bytes, **asdict(timing), "gb_per_s": timing.gb_per_s}
-                      for case, timing in results]}
-
-
 def progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
@@ -279,7 +100,7 @@ def import_peer() -> tuple:
     """(torch, transformers, its module of the model).
 
     Raises:
-        PeerError: one of them is missing or too old.
+        BenchError: one of them is missing or too old.
     """
     found = []
     for name, least in NEEDS.items():
@@ -287,14 +108,14 @@ def import_peer() -> tuple:
         try:
             found.append(importlib.import_module(name))
         except ImportError as error:
-            raise PeerError(f"{wanted}, found none that can be imported ({error}); install it: {INSTALL}") from error
+            raise BenchError(f"{wanted}, found none that can be imported ({error}); install it: {INSTALL}") from error
         version = found[-1].__version__
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
-            raise PeerError(f"{wanted}, found {version}; install it: {INSTALL}")
+            raise BenchError(f"{wanted}, found {version}; install it: {INSTALL}")
     try:
         found.append(importlib.import_module(MODEL))
     except ImportError as error:
-        raise PeerError(f"expected {MODEL}, found transformers {version} where it cannot be imported ({error}); "
+        raise BenchError(f"expected {MODEL}, found transformers {version} where it cannot be imported ({error}); "
                         f"install another: {INSTALL}") from error
     return tuple(found)
 
@@ -303,12 +124,13 @@ def open_device(torch, name: str):
     """torch.device, and what it is called.
 
     Raises:
-        PeerError: there is none.
+        BenchError: there is none.
     """
     if name == "cpu":
         return torch.device("cpu"), f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     if not torch.cuda.is_available():
-        raise PeerError("expected an NVIDIA GPU that torch sees, found none; --device cpu --tiny rehearses without one")
+        raise BenchError("expected an NVIDIA GPU that torch sees, found none; "
+                         "--device cpu --tiny rehearses without one")
     return torch.device("cuda"), torch.cuda.get_device_name()
 
 
@@ -332,10 +154,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def check_memory(case: Case, free: int) -> None:
-    """Raises PeerError if the layers do not fit so many bytes."""
+    """Raises BenchError if the layers do not fit so many bytes."""
     size = case.rank.layer_bytes
     if case.layers * size > (room := max(free - WORKSPACE, 0)):
-        raise PeerError(f"layers: expected at most {int(room // size)}, for one has {size / 1e9:.2f} GB and "
+        raise BenchError(f"layers: expected at most {int(room // size)}, for one has {size / 1e9:.2f} GB and "
                         f"{room / 1e9:.1f} GB are free beside {WORKSPACE / 1e9:.0f} for all else, got {case.layers}")
 
 
@@ -347,7 +169,7 @@ class PeerLayers:
     """
 
     def __init__(self, case: Case, device, attention: str, experts: str, seed: int = 0):
-        """Raises PeerError if the layers do not fit the GPU's memory."""
+        """Raises BenchError if the layers do not fit the GPU's memory."""
         self.torch, self.transformers, self.model = import_peer()
         torch, sizes = self.torch, case.rank
         self.device, self.sizes = device, sizes
@@ -589,7 +411,7 @@ def measure(cases: Sequence[Case], device, names: Sequence[str], attention: str,
     """Every case with its timing, as they come. Layers are made once a split, and compiled once for rows and context.
 
     Raises:
-        PeerError: PyTorch or transformers are missing, or the layers do not fit.
+        BenchError: PyTorch or transformers are missing, or the layers do not fit.
     """
     torch, _, _ = import_peer()
     peer = work = ways = made = None
@@ -660,7 +482,7 @@ def main() -> int:
                                     compile_s=args.compile_seconds):
             results.append((case, timing))
             print(as_line(machine, case, timing, args.limit), flush=True)
-    except PeerError as error:
+    except BenchError as error:
         p.error(str(error))
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(

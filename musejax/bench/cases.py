@@ -26,6 +26,18 @@ def check_ranks(command: str, devices: int, slices: int) -> None:
                          f"{slices} on each of {devices}")
 
 
+def check_work(command: str, case) -> None:
+    """Raises BenchError if rows, distinct, context or layers of a case are out of the released model's range."""
+    c, k = RELEASED, RELEASED.num_experts_per_tok
+    for name, low, high, why in (
+            ("rows", 1, MAX_ROWS, "what a pass takes"),
+            ("distinct", k, min(case.rows * k, c.num_local_experts), f"rows {case.rows}, {k} choices each"),
+            ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
+            ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
+        if not low <= getattr(case, name) <= high:
+            raise BenchError(f"{command}: {name}: expected {low} to {high} ({why}), got {getattr(case, name)}")
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run.
@@ -54,14 +66,7 @@ class Case:
     slices: int = 1
 
     def __post_init__(self):
-        c, k = RELEASED, RELEASED.num_experts_per_tok
-        for name, low, high, why in (
-                ("rows", 1, MAX_ROWS, "what a pass takes"),
-                ("distinct", k, min(self.rows * k, c.num_local_experts), f"rows {self.rows}, {k} choices each"),
-                ("context", 0, c.max_position_embeddings - MAX_ROWS, "what the model takes"),
-                ("layers", 1, c.num_hidden_layers - FIRST_LAYER, f"what the model has from layer {FIRST_LAYER} on")):
-            if not low <= getattr(self, name) <= high:
-                raise BenchError(f"bench layer: {name}: expected {low} to {high} ({why}), got {getattr(self, name)}")
+        check_work("bench layer", self)
         check_ranks("bench layer", self.devices, self.slices)
 
     @property
