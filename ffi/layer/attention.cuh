@@ -27,12 +27,12 @@ static_assert(kTailBlocks == 3 && kRecordWords == 12, "as Frames says");
 
 // Publishes a row that lies two columns a lane: lane i is register i % 8 of t = i / 8.
 template <Scope kScope>
-__device__ __forceinline__ void PublishPermuted(Word* record, uint32_t columns, uint32_t tag, bool there = true) {
+__device__ __forceinline__ void PublishPermuted(Word* record, uint32_t columns, uint32_t tag) {
   const int lane = threadIdx.x % 32, t = lane / 3 % 4, first = lane % 3 * 3;
   uint32_t r[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) r[i] = __shfl_sync(kAllLanes, columns, t * 8 + (first + i) % 8);
-  if (there && lane < kRecordWords) Publish<kScope>(record + lane, r[0], r[1], r[2], tag);
+  if (lane < kRecordWords) Publish<kScope>(record + lane, r[0], r[1], r[2], tag);
 }
 
 // Registers of t = lane % 4 of a bf16 row of 64 columns in plain order.
@@ -198,16 +198,14 @@ struct Seen {
   int first[2], first_key;
 };
 
-// Rows g and g + 8 of a head's queries. False: as Receive.
+// Rows g and g + 8 of a head's queries.
 template <typename S>
-__device__ __forceinline__ bool ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8], bool rehearsal) {
+__device__ __forceinline__ void ReceiveQueries(Context<S>& c, int head, uint32_t (&q)[2][8]) {
   Word w[6];
   const Word* record = RecordAt<kHeadColumns>(c.Frame(Frames<S>::q), head * kRows + c.lane() / 4) + c.lane() % 4 * 3;
-  const bool there = Receive<Scope::kGpu>(
-      c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w, rehearsal);
+  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return record + i / 3 * 8 * kRecordWords + i % 3; }, w);
 #pragma unroll
   for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = Register(w[i / 8 * 3 + i % 8 / 3], i % 8 % 3);
-  return there;
 }
 
 // One block of a stage that begins at block `begin`, for the 16 rows of a head.
@@ -242,42 +240,37 @@ __device__ __forceinline__ void StoreBlock(float* block, const BlockSums& sums) 
 }
 
 // A unit of one chunk for the 16 rows of one head. Stage by stage each MMA warp takes one block; its keys read, the
-// stage takes the blocks' sums, which all threads add, a word or two each. The first block is rehearsed.
+// stage takes the blocks' sums, which all threads add, a word or two each.
 template <typename S>
 __device__ __forceinline__ void AttendChunk(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
                                             const Seen& seen) {
   constexpr int kEach = (kBlockFloats / 3 + 32 * kMmaWarps - 1) / (32 * kMmaWarps);
   const int warp = c.warp - kFirstMmaWarp, thread = int(threadIdx.x) - 32 * kFirstMmaWarp;
+  uint32_t q[2][8];
+  ReceiveQueries(c, head, q);
   float total[kEach][3] = {};
-  Rehearse([&](bool rehearsal) {
-    uint32_t q[2][8];
-    const bool there = ReceiveQueries(c, head, q, rehearsal);
-    ForStages(blocks, [&](Blocks part) {
-      if (!there && part.begin != blocks.begin) return;
-      const int first = part.begin / kStageBlocks * kStageBlocks, mine = first + warp;
-      const bool here = mine >= part.begin && mine < part.end;
-      uint8_t* stage = ring.Wait(c.waiter);
-      float* sums_of_blocks = reinterpret_cast<float*>(stage);
-      BlockSums sums;
-      if (here) AttendStaged(stage, part.begin, mine, q, c.pass().model.attention_scale, seen, sums);
-      if (!there) return;
-      ptx::BarSync(4, 32 * kMmaWarps);
-      if (here) StoreBlock(sums_of_blocks + warp * kBlockFloats, sums);
-      ptx::BarSync(4, 32 * kMmaWarps);
+  ForStages(blocks, [&](Blocks part) {
+    const int first = part.begin / kStageBlocks * kStageBlocks, mine = first + warp;
+    const bool here = mine >= part.begin && mine < part.end;
+    uint8_t* stage = ring.Wait(c.waiter);
+    float* sums_of_blocks = reinterpret_cast<float*>(stage);
+    BlockSums sums;
+    if (here) AttendStaged(stage, part.begin, mine, q, c.pass().model.attention_scale, seen, sums);
+    ptx::BarSync(4, 32 * kMmaWarps);
+    if (here) StoreBlock(sums_of_blocks + warp * kBlockFloats, sums);
+    ptx::BarSync(4, 32 * kMmaWarps);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int word = thread + i * 32 * kMmaWarps;
-        if (word >= kBlockFloats / 3) continue;
+    for (int i = 0; i < kEach; ++i) {
+      const int word = thread + i * 32 * kMmaWarps;
+      if (word >= kBlockFloats / 3) continue;
 #pragma unroll 1
-        for (int block = part.begin; block < part.end; ++block)
+      for (int block = part.begin; block < part.end; ++block)
 #pragma unroll
-          for (int j = 0; j < 3; ++j)
-            total[i][j] = total[i][j] + sums_of_blocks[(block - first) * kBlockFloats + 3 * word + j];
-      }
-      ptx::FenceProxyAsync();  // the next copy into the stage comes after these accesses
-      ring.Release();
-    });
-    return there;
+        for (int j = 0; j < 3; ++j)
+          total[i][j] = total[i][j] + sums_of_blocks[(block - first) * kBlockFloats + 3 * word + j];
+    }
+    ptx::FenceProxyAsync();  // the next copy into the stage comes after these accesses
+    ring.Release();
   });
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -293,7 +286,7 @@ template <typename S>
 __device__ __forceinline__ void AttendUnit(Context<S>& c, Consumer& ring, Blocks blocks, int unit, int head,
                                            const Seen& seen) {
   uint32_t q[2][8];
-  ReceiveQueries(c, head, q, false);
+  ReceiveQueries(c, head, q);
   BlockSums chunk, total;
   ForStages(blocks, [&](Blocks part) {
     const uint8_t* stage = ring.Wait(c.waiter);
@@ -380,26 +373,23 @@ __device__ void AttendTailBlock(Context<S>& c, int key_head, int row, uint32_t p
     from[1 + n] = RecordAt<kHeadColumns>(c.Frame(Frames<S>::k), record) + 3 * t;
     from[3 + n] = RecordAt<kHeadColumns>(c.Frame(Frames<S>::v), record) + 3 * t;
   }
+  Word w[15];
+  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return from[i / 3] + i % 3; }, w);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (g < S::kGroup) q[0][i] = Register(w[i / 3], i % 3);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      if (key[n].place == TailKey::kPass)
+        k[n][i] = Register(w[3 + 3 * n + i / 3], i % 3), v[n][i] = Register(w[9 + 3 * n + i / 3], i % 3);
+  }
+
   const int last = PositionOf(c, path), first = FirstSeen(last, arrays.window);
-  Rehearse([&](bool rehearsal) {
-    Word w[15];
-    const bool there =
-        Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int i) { return from[i / 3] + i % 3; }, w, rehearsal);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (g < S::kGroup) q[0][i] = Register(w[i / 3], i % 3);
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        if (key[n].place == TailKey::kPass)
-          k[n][i] = Register(w[3 + 3 * n + i / 3], i % 3), v[n][i] = Register(w[9 + 3 * n + i / 3], i % 3);
-    }
-    BlockSums sums;
-    AttendBlock(
-        q, k, v, c.pass().model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; },
-        sums);
-    if (there && g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
-    return there;
-  });
+  BlockSums sums;
+  AttendBlock(
+      q, k, v, c.pass().model.attention_scale, [&](int, int i) { return begin + i >= first && begin + i <= last; },
+      sums);
+  if (g < S::kGroup) PublishSums<0>(TailSums(c, head, row, block), sums, c.epoch);
 }
 
 // Row warps, first those that do not multiply: the blocks that hold positions which the cache lacks, one task each.
@@ -422,10 +412,10 @@ __device__ __noinline__ void AttendTail(Context<S>& c) {
 // ---- merge -------------------------------------------------------------------------------------------------------
 
 // The total of 24 lanes (t, word), three of its 17 floats each: units, then tail blocks. And the row's gate, which comes
-// along with them. there: as Receive; what follows a batch that is not is left out.
+// along with them.
 template <typename S>
 __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const History& history, int tails, int head,
-                                                     int row, bool rehearsal, uint32_t& gate, bool& there) {
+                                                     int row, uint32_t& gate) {
   const int mine = Min(c.lane(), 4 * kSumWords - 1), items = history.units + tails;
   constexpr int kUnitWords = int(Frames<S>::unit_bytes / 16);
   const Word* units = UnitSums(c, 0, head, row) + mine;
@@ -433,15 +423,14 @@ __device__ __forceinline__ LevelSums<3> TotalOfItems(Context<S>& c, const Histor
   const auto at = [&](int i) { return units + (i < history.units ? i * kUnitWords : tail + i * 4 * kSumWords); };
   const uint64_t* gates = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::gate)) + (head * kRows + row) * 32;
   LevelSums<3> sums;
-  there = true;
-  for (int begin = 0; begin < items && there; begin += kMergeBatch) {
+  for (int begin = 0; begin < items; begin += kMergeBatch) {
     const int end = history.EndOf(Min(begin + c.lane(), items - 1));  // of item `lane` of the batch
     const uint32_t chunks = __ballot_sync(kAllLanes, EndsChunk(end)), groups = __ballot_sync(kAllLanes, EndsGroup(end));
     Word w[kMergeBatch];
     float columns[1];
-    there = ReceiveBoth<false>(
+    ReceiveBoth<false>(
         c.waiter, c.epoch, [&](int i) { return at(Min(begin + i, items - 1)); }, w,
-        [&](int) { return gates + c.lane(); }, columns, rehearsal);
+        [&](int) { return gates + c.lane(); }, columns);
     gate = __float_as_uint(columns[0]);
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
@@ -467,13 +456,11 @@ __device__ __forceinline__ Two WeightedMean(const float (&total)[3]) {
   return Rounded({a / weight, b / weight});
 }
 
-// o of one row and head, two columns a lane: output norm and gate. there: as Receive.
+// o of one row and head, two columns a lane: output norm and gate.
 template <typename S>
-__device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row,
-                                             bool rehearsal, bool& there) {
+__device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& history, uint32_t path, int head, int row) {
   uint32_t gate = 0;
-  const int tails = history.TailsTo(PositionOf(c, path));
-  const LevelSums<3> sums = TotalOfItems(c, history, tails, head, row, rehearsal, gate, there);
+  const LevelSums<3> sums = TotalOfItems(c, history, history.TailsTo(PositionOf(c, path)), head, row, gate);
   const Two open = {Sigmoid(Unpack(gate).a), Sigmoid(Unpack(gate).b)};
   const Two x = WeightedMean(sums.total);
   const float scale = Rstd(LeafSquares<kHeadColumns>(x), kHeadColumns, c.pass().model.rms_eps);
@@ -490,18 +477,11 @@ __device__ __noinline__ void MergeAttention(Context<S>& c) {
   c.ForTasks(S::kHeadsHere * kRows, [&](int i) {
     const int row = i % kRows, head = i / kRows;
     const uint32_t path = __shfl_sync(kAllLanes, path_of_lane, row);
-    Rehearse([&](bool rehearsal) {
-      bool there = true;
-      const uint32_t o = row < c.valid ? MergeRow(c, history, path, head, row, rehearsal, there) : 0;
-      const Word word = RecordWord<kHeadColumns>(o, c.epoch);
-      ForRanks(
-          c, head / kHeadsSlice,
-          [&](uint8_t* frames, int slice) {
-            const int record = (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row;
-            PublishRecord<kHeadColumns>(RecordAt<kHeadColumns>(frames + Frames<S>::o, record), word, there);
-          },
-          there);
-      return there;
+    const uint32_t o = row < c.valid ? MergeRow(c, history, path, head, row) : 0;
+    const Word word = RecordWord<kHeadColumns>(o, c.epoch);
+    ForRanks(c, head / kHeadsSlice, [&](uint8_t* frames, int slice) {
+      const int record = (slice * kHeadsSlice + head % kHeadsSlice) * kRows + row;
+      PublishRecord<kHeadColumns>(RecordAt<kHeadColumns>(frames + Frames<S>::o, record), word);
     });
   });
 }

@@ -18,10 +18,9 @@ struct CombineTask {
       : row(task % kRows), slice(task / kRows / kBlocks), block(task / kRows % kBlocks) {}
 };
 
-// z = r(y r(1 + gamma)) of all slots of a row, two columns a lane. False: as Receive.
+// z = r(y r(1 + gamma)) of all slots of a row, two columns a lane.
 template <typename S>
-__device__ __forceinline__ bool ReceiveSlots(Context<S>& c, const CombineTask<S>& task, bool rehearsal,
-                                             uint32_t (&z)[S::kTopK]) {
+__device__ __forceinline__ void ReceiveSlots(Context<S>& c, const CombineTask<S>& task, uint32_t (&z)[S::kTopK]) {
   constexpr int kWidth = S::kMoeBlock, kTiles = kWidth / 16;
   const int block = task.slice * CombineTask<S>::kBlocks + task.block;
   const float* gamma = c.arrays().small + SmallOf(c).post_expert_norm;
@@ -30,14 +29,12 @@ __device__ __forceinline__ bool ReceiveSlots(Context<S>& c, const CombineTask<S>
   const int tile = block * kTiles + c.lane() / 8 % kTiles;
   const Word* first = RecordAt<16>(c.Frame(Frames<S>::y), tile * S::kPairs + task.row * S::kTopK) + c.lane() % 4;
   Word w[S::kTopK];
-  const bool there =
-      Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int slot) { return first + slot * 4; }, w, rehearsal);
+  Receive<Scope::kGpu>(c.waiter, c.epoch, [&](int slot) { return first + slot * 4; }, w);
 #pragma unroll
   for (int slot = 0; slot < S::kTopK; ++slot) {
     const Two y = Unpack(c.lane() / 4 % 2 ? Register(w[slot], 1) : Register(w[slot], 0));
     z[slot] = c.lane() < kWidth / 2 ? PackBf16(y.a * gain.a, y.b * gain.b) : 0;
   }
-  return there;
 }
 
 // The leaf sums of squares of up to 8 slots, each as LeafSquares, slot `lane` % 8 in a lane. At each step of the trees
@@ -69,9 +66,9 @@ __device__ __forceinline__ float LeavesOfSlots(const uint32_t (&z)[kSlots]) {
 
 template <typename S>
 __device__ __forceinline__ void PublishSlotSums(const Context<S>& c, const CombineTask<S>& task,
-                                                const uint32_t (&z)[S::kTopK], bool there) {
+                                                const uint32_t (&z)[S::kTopK]) {
   const float mine = LeavesOfSlots<S::kMoeBlock>(z);
-  if (!there || c.lane() >= S::kTopK) return;
+  if (c.lane() >= S::kTopK) return;
   const int pair = task.row * S::kTopK + c.lane();
   const uint32_t tag = c.epoch;
   ForRanks(c, task.slice, [&](uint8_t* frames, int slice) {
@@ -80,20 +77,19 @@ __device__ __forceinline__ void PublishSlotSums(const Context<S>& c, const Combi
   });
 }
 
-// 1 / rms of slot `lane` of a row. The totals of four slots are made at a time, lane % 8 a slice of one. there: as
-// Receive.
+// 1 / rms of slot `lane` of a row. The totals of four slots are made at a time, lane % 8 a slice of one.
 template <typename S>
-__device__ __forceinline__ float SlotRstds(Context<S>& c, int row, bool rehearsal, bool& there) {
+__device__ __forceinline__ float SlotRstds(Context<S>& c, int row) {
   constexpr int kEach = S::kMoeBlocks / int(kSlices), kFours = (S::kTopK + 3) / 4;
   const uint64_t* sums = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::sums_y));
   float leaf[kFours * kEach], total[kFours] = {};
-  there = ReceiveFloats<kEach % 2 == 0>(
+  ReceiveFloats<kEach % 2 == 0>(
       c.waiter, c.epoch,
       [&](int i) {
         const int slot = Min(i / kEach * 4 + c.lane() / 8, S::kTopK - 1);
         return sums + (row * S::kTopK + slot) * S::kMoeBlocks + c.lane() % 8 * kEach + i % kEach;
       },
-      leaf, rehearsal);
+      leaf);
 #pragma unroll
   for (int four = 0; four < kFours; ++four) {
     float slice = 0.0f;
@@ -156,24 +152,18 @@ __device__ __forceinline__ Two WeightedSum(const Context<S>& c, const RouteShare
   return total;
 }
 
-// One block of m, to all ranks. False: as Receive.
+// One block of m, to all ranks.
 template <typename S>
-__device__ __forceinline__ bool FinishCombine(Context<S>& c, const RouteShared& route, const CombineTask<S>& task,
-                                              const SlotOrder& order, const uint32_t (&z)[S::kTopK], bool rehearsal) {
+__device__ __forceinline__ void FinishCombine(Context<S>& c, const RouteShared& route, const CombineTask<S>& task,
+                                              const SlotOrder& order, const uint32_t (&z)[S::kTopK]) {
   constexpr int kWidth = S::kMoeBlock;
   Two m = {0.0f, 0.0f};
-  bool there = true;
-  if (task.row < c.valid)
-    m = WeightedSum(c, route, order, task.row, z, SlotRstds(c, task.row, rehearsal, there));
+  if (task.row < c.valid) m = WeightedSum(c, route, order, task.row, z, SlotRstds(c, task.row));
   const Word word = RecordWord<kWidth>(PackBf16(m.a, m.b), c.epoch);
-  ForRanks(
-      c, task.slice,
-      [&](uint8_t* frames, int slice) {
-        const int block = slice * CombineTask<S>::kBlocks + task.block;
-        PublishRecord<kWidth>(RecordAt<kWidth>(frames + Frames<S>::m, block * kRows + task.row), word, there);
-      },
-      there);
-  return there;
+  ForRanks(c, task.slice, [&](uint8_t* frames, int slice) {
+    const int block = slice * CombineTask<S>::kBlocks + task.block;
+    PublishRecord<kWidth>(RecordAt<kWidth>(frames + Frames<S>::m, block * kRows + task.row), word);
+  });
 }
 
 // Row warps, after ExpertSums. A warp's tasks pass twice, the last one that published its sums first, so that a warp
@@ -190,14 +180,11 @@ __device__ __noinline__ void CombineExperts(Context<S>& c, RouteShared& route) {
     const bool finish = step >= mine;
     const CombineTask<S> task(begin + stride * (finish ? step - mine : mine - 1 - step));
     const SlotOrder order = OrderOfSlots(c, route, task.row);
-    Rehearse([&](bool rehearsal) {
-      const bool counts = task.row < c.valid;
-      bool there = true;  // which slots are when they come a second time
-      if (step != mine && counts) there = ReceiveSlots(c, task, rehearsal && !finish, z);
-      if (finish) return FinishCombine(c, route, task, order, z, rehearsal);
-      if (counts) PublishSlotSums(c, task, z, there);
-      return there;
-    });
+    if (step != mine && task.row < c.valid) ReceiveSlots(c, task, z);
+    if (finish)
+      FinishCombine(c, route, task, order, z);
+    else if (task.row < c.valid)
+      PublishSlotSums(c, task, z);
   }
 }
 

@@ -210,11 +210,10 @@ __device__ __forceinline__ void Stamp(const Context<S>& c, int at) {
 
 // Calls put(frames of this epoch, slice) for every rank that is to see a value of local slice `slice_here`. What does
 // not depend on the rank is worked out before, for a store ends what the compiler knows of memory.
-//   there: false in a rehearsal, in which one rank is enough and put stores nothing
 template <typename S, typename Put>
-__device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, const Put& put, bool there = true) {
+__device__ __forceinline__ void ForRanks(const Context<S>& c, int slice_here, const Put& put) {
   const Exchange& to = c.pass().exchange;
-  const int count = there ? to.count : 1;
+  const int count = to.count;
   const int64_t parity = c.Parity();
 #pragma unroll 1
   for (int r = 0; r < count; ++r) put(to.frames[r] + parity, to.first_slice[r] + slice_here);

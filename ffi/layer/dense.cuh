@@ -147,17 +147,16 @@ __device__ __forceinline__ void PrefetchSmall(const Context<S>& c, int layer) {
 // ---- MMA warps ----
 
 // B operands of all 16 rows for a range that begins at record `first`: b[step] = rows 0 to 7 (two registers), rows 8 to
-// 15. False: as Receive.
+// 15.
 template <int kSteps, int kBlock>
-__device__ __forceinline__ bool LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
-                                         uint32_t (&b)[kSteps][4], bool rehearsal) {
+__device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Word* first, int lane,
+                                         uint32_t (&b)[kSteps][4]) {
   constexpr int kWords = RecordWords(kBlock), kBlocks = kSteps * 16 / kBlock, kRegs = RecordRegisters(kBlock);
   const Word* mine = first + (lane / 4 * 4 + lane % 4) * kWords;
   Word w[kBlocks * 2 * kWords];
-  const bool there = Receive<Scope::kSys>(
+  Receive<Scope::kSys>(
       waiter, epoch,
-      [&](int i) { return mine + (i / kWords / 2 * kRows + i / kWords % 2 * 8) * 4 * kWords + i % kWords; }, w,
-      rehearsal);
+      [&](int i) { return mine + (i / kWords / 2 * kRows + i / kWords % 2 * 8) * 4 * kWords + i % kWords; }, w);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -165,7 +164,6 @@ __device__ __forceinline__ bool LoadRows(Waiter waiter, uint32_t epoch, const Wo
 #pragma unroll
       for (int r = 0; r < kRegs; ++r)
         b[block * (kRegs / 2) + r / 2][half * 2 + r % 2] = Register(w[(block * 2 + half) * kWords + r / 3], r % 3);
-  return there;
 }
 
 // Something of every load, for Consumer::Release.
@@ -200,27 +198,21 @@ __device__ __forceinline__ const Word* RangeOf(const DenseJob& job, int u) {
   return job.input + (job.ChunkOf(u) * kMmaWarps + warp) * (kSteps * 16 / kBlock) * kRows * 4 * RecordWords(kBlock);
 }
 
-// The units of a GEMM but the router's. The first is rehearsed while the GEMM's input is on its way.
+// The units of a GEMM but the router's.
 template <int kSteps, int kBlock, typename S>
 __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const Waiter waiter = c.waiter;
   const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
-  bool rehearsal = true;
-#pragma unroll 1
   for (int u = job.begin; u < job.end;) {
     const int end = Min(job.end, (job.ChunkOf(u) + 1) * job.slices * job.tiles);
     uint32_t b[kSteps][4];
-    const bool there = LoadRows<kSteps, kBlock>(waiter, job.epoch, RangeOf<kSteps, kBlock>(job, u), lane, b, rehearsal);
-    rehearsal = false;
+    LoadRows<kSteps, kBlock>(waiter, job.epoch, RangeOf<kSteps, kBlock>(job, u), lane, b);
 #pragma unroll 1
     for (; u < end; ++u) {
       float d[2][4] = {};
       const uint8_t* stage = consumer.Wait(waiter);
-      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) {
-        if (there) consumer.Release(loaded);
-      });
-      if (!there) break;
+      MultiplyBf16(stage + warp * kSteps * 512 + lane * 16, b, d, [&](uint32_t loaded) { consumer.Release(loaded); });
       StoreSums(consumer.Enter(waiter, warp), d, lane);
       consumer.Leave();
       consumer.NextUnit();
@@ -251,23 +243,21 @@ struct RouterWeights {
               reinterpret_cast<const float2*>(range + (row + r % 2 * 8) * kSteps * 16 + column + 16 * j + r / 2 * 8));
       }
   }
-  __device__ __forceinline__ void Multiply(const uint32_t (&b)[kSteps][4], float (&d)[2][4]) const {
+  __device__ __forceinline__ void Multiply(const uint32_t (&b)[kSteps][4], float (&d)[2][4]) {
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      float2 left[4] = {w[j][0], w[j][1], w[j][2], w[j][3]};
+    for (int j = 0; j < kSteps; ++j)
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         uint32_t a[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          a[r] = PackBf16(left[r].x, left[r].y);
+          a[r] = PackBf16(w[j][r].x, w[j][r].y);
           const Two taken = Unpack(a[r]);
-          left[r] = {left[r].x - taken.a, left[r].y - taken.b};
+          w[j][r] = {w[j][r].x - taken.a, w[j][r].y - taken.b};
         }
         ptx::MmaM16N8K16Bf16(d[0], a, b[j][0], b[j][1]);
         ptx::MmaM16N8K16Bf16(d[1], a, b[j][2], b[j][3]);
       }
-    }
   }
 };
 
@@ -283,15 +273,10 @@ __device__ __forceinline__ void RouterUnits(const Context<S>& c, Consumer& consu
     const float* of_slice = reinterpret_cast<const float*>(job.weights + slice * job.slice_bytes);
     RouterWeights<D::kSteps, D::kColumns> weights;
     weights.Load(of_slice + range * D::kColumns * D::kRangeK, (at - slice * D::kTiles) * 16, lane);
-    float d[2][4];
-    Rehearse([&](bool rehearsal) {
-      uint32_t b[D::kSteps][4];
-      const Word* input = RangeOf<D::kSteps, D::kBlock>(job, u);
-      const bool there = LoadRows<D::kSteps, D::kBlock>(waiter, job.epoch, input, lane, b, rehearsal);
-      for (float(&half)[4] : d) half[0] = half[1] = half[2] = half[3] = 0.0f;
-      weights.Multiply(b, d);
-      return there;
-    });
+    uint32_t b[D::kSteps][4];
+    LoadRows<D::kSteps, D::kBlock>(waiter, job.epoch, RangeOf<D::kSteps, D::kBlock>(job, u), lane, b);
+    float d[2][4] = {};
+    weights.Multiply(b, d);
     StoreSums(consumer.Enter(waiter, warp), d, lane);
     consumer.Leave();
     consumer.NextUnit();
@@ -347,37 +332,31 @@ __device__ __forceinline__ void RunDense(const Context<S>& c, Consumer& consumer
 
 // ---- row tasks ----
 
-// Finished sums of one row of kWidth columns, two columns a lane; not there: a rehearsal's.
-struct Finished {
-  Two sum;
-  bool there;
-};
+// Finished sums of one row of kWidth columns, two columns a lane.
 //   first: partial of the row in the first of its tiles, chunk 0
 template <int kWidth>
-__device__ __noinline__ Finished FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks,
-                                               bool rehearsal) {
+__device__ __noinline__ Two FinishColumns(Waiter waiter, uint32_t epoch, const Word* first, int chunks) {
   constexpr int kMost = 8;
   const int lane = Min(int(threadIdx.x % 32), kWidth / 2 - 1);
   const Word* mine = first + lane / kPairWords * chunks * kRows * kPairWords + lane % kPairWords;
   Word w[kMost];
-  const bool there = Receive<Scope::kGpu>(
-      waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w, rehearsal);
+  Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w);
   Two sum = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kMost; ++i)
     if (i < chunks)
       sum = {sum.a + __uint_as_float(Register(w[i], 0)), sum.b + __uint_as_float(Register(w[i], 1))};
-  return {threadIdx.x % 32 < kWidth / 2 ? sum : Two{0.0f, 0.0f}, there};
+  return threadIdx.x % 32 < kWidth / 2 ? sum : Two{0.0f, 0.0f};
 }
 
 // The same from column tile `tile` of a slice here on.
 template <typename S, Dense kWhich, int kWidth>
-__device__ __forceinline__ Finished FinishColumns(const Context<S>& c, int slice, int tile, int row, bool rehearsal) {
+__device__ __forceinline__ Two FinishColumns(const Context<S>& c, int slice, int tile, int row) {
   using D = DenseOf<S, kWhich>;
   static_assert(D::kChunks <= 8, "FinishColumns receives up to 8 chunks");
   const Word* first = reinterpret_cast<const Word*>(c.Frame(D::kPartial)) +
                       ((slice * D::kTiles + tile) * D::kChunks * kRows + row) * kPairWords;
-  return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks, rehearsal);
+  return FinishColumns<kWidth>(c.waiter, c.epoch, first, D::kChunks);
 }
 
 }  // namespace musejax::layer

@@ -132,7 +132,7 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, int64_t input, const Vi
           return RecordAt<E::kWidth>(frame, block * E::kCount + (kUp ? pair / S::kTopK : pair)) +
                  c.lane() % 4 * kWords + i % kWords;
         },
-        w, false, wanted);
+        w, wanted);
 #pragma unroll
     for (int i = 0; i < kBatch * kRegs; ++i)
       b[first * kRegs + i] = Register(w[i / kRegs * kWords + i % kRegs / 3], i % kRegs % 3);

@@ -3,7 +3,7 @@
 //   warp 0        streams weights and history keys into the ring, in the order of use
 //   warps 1 to 3  add the partial sums of the MMA warps
 //   warps 4 to 11 multiply
-//   warps 1 to 11 run the row tasks between the GEMMs, and rehearse them while their input is on its way (words.cuh)
+//   warps 1 to 11 run the row tasks between the GEMMs
 //
 // A launch starts at the embedding (pass.first) or at the attention of its first layer, and ends after its last layer's
 // residual (pass.last) or with the heads of its last layer, as cpu/layer.h says. Phases hand values on through tagged

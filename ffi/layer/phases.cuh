@@ -204,7 +204,7 @@ __device__ __forceinline__ void CombineRows(Context<S>& c, const RouteShared& ro
     const CombineTask<S> task(i);
     if (task.row >= p.rows) return;
     LoadSlots(c, route, y, task, z);
-    PublishSlotSums(c, task, z, true);
+    PublishSlotSums(c, task, z);
   });
   const int first = p.groups ? Max(*p.begin, 0) / (S::kExperts / int(c.pass().model.combine_groups)) : 0;
   c.ForTasks(kTasks, [&](int i) {
@@ -212,8 +212,7 @@ __device__ __forceinline__ void CombineRows(Context<S>& c, const RouteShared& ro
     if (task.row >= p.rows) return;
     LoadSlots(c, route, y, task, z);
     const SlotOrder order = OrderOfSlots(c, route, task.row);
-    bool there;
-    const float rstd = SlotRstds(c, task.row, false, there);
+    const float rstd = SlotRstds(c, task.row);
     const int block = i / kRows;
     if (!p.groups) {
       const Two m = WeightedSum(c, route, order, task.row, z, rstd);
@@ -261,7 +260,7 @@ __device__ __forceinline__ void StoreDense(const Context<S>& c, uint16_t* to) {
   const PlainOut out{to, c.pass().rows, D::kColumns};
   c.ForTasks(S::kSlicesHere * kBlocks * kRows, [&](int i) {
     const int row = i % kRows, block = i / kRows;
-    const Two v = FinishColumns<S, kWhich, kWidth>(c, block / kBlocks, block % kBlocks * kWidth / 16, row, false).sum;
+    const Two v = FinishColumns<S, kWhich, kWidth>(c, block / kBlocks, block % kBlocks * kWidth / 16, row);
     StoreColumns<kWidth>(out, block, row, PackBf16(v.a, v.b));
   });
 }
@@ -273,7 +272,7 @@ __device__ __forceinline__ void StoreScores(const Context<S>& c, float* to) {
   const int rows = c.pass().rows;
   c.ForTasks(S::kSlicesHere * D::kTiles * kRows, [&](int i) {
     const int row = i % kRows, slice = i / kRows / D::kTiles, tile = i / kRows % D::kTiles;
-    const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row, false).sum;
+    const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
     const float score[2] = {SigmoidOf(v.a * c.pass().model.output_multiplier),
                             SigmoidOf(v.b * c.pass().model.output_multiplier)};
 #pragma unroll
@@ -293,7 +292,7 @@ __device__ __forceinline__ void StoreTiles(const Context<S>& c, const RouteShare
     const bool visited = route.ids[pair / S::kTopK][pair % S::kTopK] < S::kExperts;
     const Word* word = RecordAt<16>(c.Frame(frame), tile * S::kPairs + pair) + t;
     Word w[1];
-    Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return word; }, w, false, visited);
+    Receive<Scope::kSys>(c.waiter, c.epoch, [&](int) { return word; }, w, visited);
     if (pair >= out.rows) return;
     uint32_t* to = out.At<16>(tile, pair) + t;
     to[0] = Register(w[0], 0), to[4] = Register(w[0], 1);

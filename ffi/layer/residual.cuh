@@ -106,24 +106,21 @@ __device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, con
     if (gamma) gain = Centred(Columns<kWidth>(gamma, rows.block, c.lane()));
     const ResidualLeaves<S> leaves(c, sums, rows);
     const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(branch), rows.block * kRows));
-    Rehearse([&](bool rehearsal) {
-      Word w[2];
-      float leaf[2 * L::kEach];
-      const bool there = ReceiveBoth<L::kSideBySide>(
-          c.waiter, c.epoch, [&](int i) { return record + (i ? rows.row[1] : rows.row[0]) * 4 * RecordWords(kWidth); },
-          w, [&](int i) { return leaves.At(i); }, leaf, rehearsal);
+    Word w[2];
+    float leaf[2 * L::kEach];
+    ReceiveBoth<L::kSideBySide>(
+        c.waiter, c.epoch, [&](int i) { return record + (i ? rows.row[1] : rows.row[0]) * 4 * RecordWords(kWidth); }, w,
+        [&](int i) { return leaves.At(i); }, leaf);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Two n = Unpack(ColumnsOf<kWidth>(w[i]));
-        if (gamma) n = Rounded({n.a * gain.a, n.b * gain.b});
-        const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, m.post_eps);
-        n = Rounded({n.a * rstd, n.b * rstd});
-        const Two s = ColumnsOfS(c, rows.s[i]);
-        if (there && i < rows.count && c.lane() < kWidth / 2)
-          *rows.s[i] = {fmaf(first.alpha, s.a, first.beta * n.a), fmaf(second.alpha, s.b, second.beta * n.b)};
-      }
-      return there;
-    });
+    for (int i = 0; i < 2; ++i) {
+      Two n = Unpack(ColumnsOf<kWidth>(w[i]));
+      if (gamma) n = Rounded({n.a * gain.a, n.b * gain.b});
+      const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, m.post_eps);
+      n = Rounded({n.a * rstd, n.b * rstd});
+      const Two s = ColumnsOfS(c, rows.s[i]);
+      if (i < rows.count && c.lane() < kWidth / 2)
+        *rows.s[i] = {fmaf(first.alpha, s.a, first.beta * n.a), fmaf(second.alpha, s.b, second.beta * n.b)};
+    }
   });
 }
 
@@ -158,24 +155,20 @@ __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual,
     const Two gain = Centred(Columns<kWidth>(gamma, rows.block, c.lane()));
     const ResidualLeaves<S> leaves(c, sums, rows);
     const Word* credit = CreditOfLane(c, S::kHiddenBlocks);
-    Rehearse([&](bool rehearsal) {
-      Word credits[1], word[2];
-      float leaf[2 * L::kEach];
-      const bool there = ReceiveBoth<L::kSideBySide>(
-          c.waiter, c.epoch, [&](int) { return credit; }, credits, [&](int i) { return leaves.At(i); }, leaf,
-          rehearsal);
+    Word credits[1], word[2];
+    float leaf[2 * L::kEach];
+    ReceiveBoth<L::kSideBySide>(
+        c.waiter, c.epoch, [&](int) { return credit; }, credits, [&](int i) { return leaves.At(i); }, leaf);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, c.pass().model.rms_eps);
-        const Two v = ColumnsOfS(c, rows.s[i]);
-        word[i] = RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const float rstd = Rstd(L::Sum(leaf + i * L::kEach), S::kHidden, c.pass().model.rms_eps);
+      const Two v = ColumnsOfS(c, rows.s[i]);
+      word[i] = RecordWord<kWidth>(PackBf16(v.a * rstd * gain.a, v.b * rstd * gain.b), c.epoch);
+    }
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (i < rows.count)
-          PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), rows.block * kRows + rows.row[i]), word[i], there);
-      return there;
-    });
+    for (int i = 0; i < 2; ++i)
+      if (i < rows.count)
+        PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(to), rows.block * kRows + rows.row[i]), word[i]);
   });
 }
 
@@ -203,24 +196,6 @@ __device__ __noinline__ void AwaitCredits(const Context<S>& c) {
 
 // ---- ends of the dense GEMMs ----
 
-// To all ranks: a row of a block of a slice here, v, and the sum of squares of n, where a rank's frame has kBlocks.
-template <typename S, int kWidth, int kBlocks>
-__device__ __forceinline__ void PublishSummedRow(const Context<S>& c, int slice, int block, int row, Two v, Two n,
-                                                 int64_t rows, int64_t sums, bool there) {
-  const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
-  const float leaf = LeafSquares<kWidth>(n);
-  const uint32_t tag = c.epoch;
-  ForRanks<S>(
-      c, slice,
-      [&](uint8_t* frames, int to) {
-        const int j = to * (kBlocks / int(kSlices)) + block;
-        PublishRecord<kWidth>(RecordAt<kWidth>(frames + rows, j * kRows + row), word, there);
-        if (there && threadIdx.x % 32 == 0)
-          PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(frames + sums) + row * kBlocks + j, leaf, tag);
-      },
-      there);
-}
-
 // A branch back to the hidden width, attention's or the experts': rows and sums of squares to all ranks.
 //   partial, chunks: the GEMM's partial frame and chunks of K
 template <typename S>
@@ -234,12 +209,16 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
         reinterpret_cast<const Word*>(c.Frame(partial)) + (at * (kWidth / 16) * chunks * kRows + row) * kPairWords;
     Two gain{1.0f, 1.0f};  // before the wait, for it comes from far away
     if (gamma) gain = Centred(Columns<kWidth>(gamma, c.pass().rank * S::kHiddenBlocksHere + at, c.lane()));
-    Rehearse([&](bool rehearsal) {
-      const Finished done = FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks, rehearsal);
-      const Two v = Rounded(done.sum);
-      const Two n = gamma ? Rounded({v.a * gain.a, v.b * gain.b}) : v;
-      PublishSummedRow<S, kWidth, S::kHiddenBlocks>(c, slice, block, row, v, n, rows, sums, done.there);
-      return done.there;
+    const Two v = Rounded(FinishColumns<kWidth>(c.waiter, c.epoch, first, chunks));
+    const Two n = gamma ? Rounded({v.a * gain.a, v.b * gain.b}) : v;
+    const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
+    const float leaf = LeafSquares<kWidth>(n);
+    const uint32_t tag = c.epoch;
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      const int j = to * kBlocks + block;
+      PublishRecord<kWidth>(RecordAt<kWidth>(frames + rows, j * kRows + row), word);
+      if (threadIdx.x % 32 == 0)
+        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(frames + sums) + row * S::kHiddenBlocks + j, leaf, tag);
     });
   });
 }
@@ -250,12 +229,16 @@ __device__ __noinline__ void FinishPooler(const Context<S>& c) {
   constexpr int kWidth = S::kMoeBlock, kBlocks = S::kMoeBlocks / int(kSlices);
   c.ForTasks(S::kMoeBlocksHere * kRows, [&](int task) {
     const int row = task % kRows, slice = task / kRows / kBlocks, block = task / kRows % kBlocks;
-    Rehearse([&](bool rehearsal) {
-      const Finished done = FinishColumns<S, Dense::kPooler, kWidth>(c, slice, block * kWidth / 16, row, rehearsal);
-      const Two v = Rounded(done.sum);
-      PublishSummedRow<S, kWidth, S::kMoeBlocks>(c, slice, block, row, v, v, Frames<S>::p, Frames<S>::sums_p,
-                                                 done.there);
-      return done.there;
+    const Two v = Rounded(FinishColumns<S, Dense::kPooler, kWidth>(c, slice, block * kWidth / 16, row));
+    const Word word = RecordWord<kWidth>(PackBf16(v.a, v.b), c.epoch);
+    const float leaf = LeafSquares<kWidth>(v);
+    const uint32_t tag = c.epoch;
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      const int j = to * kBlocks + block;
+      PublishRecord<kWidth>(RecordAt<kWidth>(frames + Frames<S>::p, j * kRows + row), word);
+      if (threadIdx.x % 32 == 0)
+        PublishFloat<Scope::kSys>(reinterpret_cast<uint64_t*>(frames + Frames<S>::sums_p) + row * S::kMoeBlocks + j,
+                                  leaf, tag);
     });
   });
 }
@@ -265,29 +248,22 @@ template <typename S>
 __device__ __noinline__ void FinishRouter(const Context<S>& c) {
   InShared(c);
   using D = DenseOf<S, Dense::kRouter>;
-  const auto finish = [&](int task, bool rehearsal) {
+  c.ForTasks(S::kSlicesHere * D::kTiles * kRows, [&](int task) {
     const int row = task % kRows, slice = task / kRows / D::kTiles, tile = task / kRows % D::kTiles;
-    const Finished done = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row, rehearsal);
-    const float score[2] = {SigmoidOf(done.sum.a * c.pass().model.output_multiplier),
-                            SigmoidOf(done.sum.b * c.pass().model.output_multiplier)};
+    const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
+    const float score[2] = {SigmoidOf(v.a * c.pass().model.output_multiplier),
+                            SigmoidOf(v.b * c.pass().model.output_multiplier)};
     const uint32_t tag = c.epoch;
-    ForRanks<S>(
-        c, slice,
-        [&](uint8_t* frames, int to) {
-          uint64_t* scores = reinterpret_cast<uint64_t*>(frames + Frames<S>::scores) + row * S::kExperts;
+    ForRanks<S>(c, slice, [&](uint8_t* frames, int to) {
+      uint64_t* scores = reinterpret_cast<uint64_t*>(frames + Frames<S>::scores) + row * S::kExperts;
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int column = tile * 16 + 2 * c.lane() + i;
-            if (done.there && c.lane() < 8 && column < D::kColumns)
-              PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], tag);
-          }
-        },
-        done.there);
-    return done.there;
-  };
-  c.ForTasks(
-      S::kSlicesHere * D::kTiles * kRows,
-      [&](int task) { Rehearse([&](bool rehearsal) { return finish(task, rehearsal); }); }, 1);
+      for (int i = 0; i < 2; ++i) {
+        const int column = tile * 16 + 2 * c.lane() + i;
+        if (c.lane() < 8 && column < D::kColumns)
+          PublishFloat<Scope::kSys>(scores + to * D::kColumns + column, score[i], tag);
+      }
+    });
+  }, 1);
 }
 
 // Cosines and sines of a row's columns, two a lane; none for a layer without rotation and for padding.
@@ -321,34 +297,28 @@ __device__ __noinline__ void FinishHeads(const Context<S>& c, bool leave) {
   InShared(c);
   constexpr int kQ = S::kHeads / int(kSlices), kKv = S::kKvHeads / int(kSlices), kEach = 2 * (kQ + kKv);
   using F = Frames<S>;
-  const auto finish = [&](int slice, int head, int row, const Angles& angles, bool rehearsal) {
+  c.ForTasks(S::kSlicesHere * kEach * kRows, [&](int task) {
+    const int row = task % kRows, slice = task / kRows / kEach, head = task / kRows % kEach;
     const bool is_q = head < kQ, is_k = !is_q && head < kQ + kKv, is_gate = head >= kQ + 2 * kKv;
-    const Finished done = FinishColumns<S, Dense::kQkvg, 64>(c, slice, head * 4, row, rehearsal);
-    const Two x = Rounded(done.sum);
+    Angles angles{};  // before the wait, for they come from far away
+    if (is_q || is_k) angles = AnglesOf(c, row);
+    const Two x = Rounded(FinishColumns<S, Dense::kQkvg, 64>(c, slice, head * 4, row));
     const Two y = is_q || is_k ? NormAndRotate(c, x, angles) : x;
     const uint32_t columns = PackBf16(y.a, y.b);
     if (is_gate || is_q) {
       const int h = slice * kQ + (is_q ? head : head - kQ - 2 * kKv);
       if (is_q)
-        PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(F::q), h * kRows + row), columns, c.epoch, done.there);
-      else if (done.there)
+        PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(F::q), h * kRows + row), columns, c.epoch);
+      else
         ptx::StRelaxed<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::gate)) + (h * kRows + row) * 32 + c.lane(),
                                     uint64_t(c.epoch) << 32 | columns);
       uint16_t* plain = is_q ? c.pass().q : c.pass().gate;
-      if (done.there && leave && row < c.pass().rows)
+      if (leave && row < c.pass().rows)
         reinterpret_cast<uint32_t*>(plain + (int64_t(h) * c.pass().rows + row) * 64)[c.lane()] = columns;
     } else {
       const int h = slice * kKv + (is_k ? head - kQ : head - kQ - kKv);
-      PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(is_k ? F::k : F::v), h * kRows + row), columns, c.epoch,
-                                   done.there);
+      PublishPermuted<Scope::kGpu>(RecordAt<64>(c.Frame(is_k ? F::k : F::v), h * kRows + row), columns, c.epoch);
     }
-    return done.there;
-  };
-  c.ForTasks(S::kSlicesHere * kEach * kRows, [&](int task) {
-    const int row = task % kRows, slice = task / kRows / kEach, head = task / kRows % kEach;
-    Angles angles{};  // before the wait, for they come from far away
-    if (head < kQ + kKv) angles = AnglesOf(c, row);
-    Rehearse([&](bool rehearsal) { return finish(slice, head, row, angles, rehearsal); });
   });
 }
 

@@ -73,26 +73,24 @@ __device__ __forceinline__ int ExpertOfLane(int i) {
   return Min(int(threadIdx.x % 32) * kExpertsOfLane<S> + i, S::kExperts - 1);
 }
 
-// Scores of two rows at once; a row that is not to choose gets those of the other. False: as Receive.
+// Scores of two rows at once; a row that is not to choose gets those of the other.
 template <typename S>
-__device__ __forceinline__ bool ReceiveScores(Context<S>& c, const int (&row)[2], float (&score)[2][kExpertsOfLane<S>],
-                                              bool rehearsal) {
+__device__ __forceinline__ void ReceiveScores(Context<S>& c, const int (&row)[2],
+                                              float (&score)[2][kExpertsOfLane<S>]) {
   constexpr int kEach = kExpertsOfLane<S>;
   const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores));
   float x[2 * kEach];
-  const bool there = ReceiveFloats<kEach % 2 == 0>(
+  ReceiveFloats<kEach % 2 == 0>(
       c.waiter, c.epoch,
-      [&](int i) { return scores + (i < kEach ? row[0] : row[1]) * S::kExperts + ExpertOfLane<S>(i % kEach); }, x,
-      rehearsal);
+      [&](int i) { return scores + (i < kEach ? row[0] : row[1]) * S::kExperts + ExpertOfLane<S>(i % kEach); }, x);
 #pragma unroll
   for (int i = 0; i < 2 * kEach; ++i) score[i / kEach][i % kEach] = x[i];
-  return there;
 }
 
-// The first `slots` choices of two rows, slot j in lane j. Whatever the scores, experts are distinct and exist.
+// The choices of two rows, slot j in lane j. Whatever the scores, experts are distinct and exist.
 template <typename S>
 __device__ __forceinline__ void ChooseForRows(Context<S>& c, const float (&score)[2][kExpertsOfLane<S>],
-                                              const float (&bias)[kExpertsOfLane<S>], int slots, Choice (&mine)[2]) {
+                                              const float (&bias)[kExpertsOfLane<S>], Choice (&mine)[2]) {
   constexpr int kEach = kExpertsOfLane<S>;
   const Model& m = c.pass().model;
   uint32_t rank[2][kEach];
@@ -103,7 +101,7 @@ __device__ __forceinline__ void ChooseForRows(Context<S>& c, const float (&score
 
   float total[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (int slot = 0; slot < slots; ++slot) {
+  for (int slot = 0; slot < S::kTopK; ++slot) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
@@ -134,17 +132,14 @@ __device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
   static_assert(kRows <= 2 * kChoosers, "two rows a warp");
   if (c.Turn() == 0) return;
   const int first = c.Turn() - 1, second = first + kChoosers;
-  float bias[kEach];
+  float score[2][kEach], bias[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) bias[i] = __ldg(c.arrays().small + SmallOf(c).router_bias + ExpertOfLane<S>(i));
   Choice choice[2] = {};
-  if (first < c.valid)
-    Rehearse([&](bool rehearsal) {
-      float score[2][kEach];
-      const bool there = ReceiveScores(c, {first, second < c.valid ? second : first}, score, rehearsal);
-      ChooseForRows(c, score, bias, there ? S::kTopK : 1, choice);
-      return there;
-    });
+  if (first < c.valid) {
+    ReceiveScores(c, {first, second < c.valid ? second : first}, score);
+    ChooseForRows(c, score, bias, choice);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = i ? second : first;
@@ -206,9 +201,9 @@ __device__ __forceinline__ void AwaitList() { ptx::BarSync(1, 32 * kRowWarps); }
 
 // ---- the experts' input ----
 
-// Two columns a lane of h = r(rms(p) r(1 + gamma)); task: block * kRows + row. there: as Receive.
+// Two columns a lane of h = r(rms(p) r(1 + gamma)); task: block * kRows + row.
 template <typename S>
-__device__ __forceinline__ Two NormedColumns(const Context<S>& c, int task, bool rehearsal, bool& there) {
+__device__ __forceinline__ Two NormedColumns(const Context<S>& c, int task) {
   constexpr int kWidth = S::kMoeBlock;
   using F = Frames<S>;
   using L = Leaves<S::kMoeBlocks>;
@@ -218,8 +213,8 @@ __device__ __forceinline__ Two NormedColumns(const Context<S>& c, int task, bool
   const uint64_t* leaves = reinterpret_cast<const uint64_t*>(c.Frame(F::sums_p)) + row * S::kMoeBlocks + L::Mine();
   Word word[1];
   float leaf[L::kEach];
-  there = ReceiveBoth<L::kSideBySide>(
-      c.waiter, c.epoch, [&](int) { return record; }, word, [&](int i) { return leaves + i; }, leaf, rehearsal);
+  ReceiveBoth<L::kSideBySide>(
+      c.waiter, c.epoch, [&](int) { return record; }, word, [&](int i) { return leaves + i; }, leaf);
   const Two p = Unpack(ColumnsOf<kWidth>(word[0]));
   const float rstd = Rstd(L::Sum(leaf), S::kMoe, c.pass().model.rms_eps);
   return Rounded({p.a * rstd * gain.a, p.b * rstd * gain.b});
@@ -239,10 +234,10 @@ __device__ __forceinline__ RowScale ReceiveRowScale(const Context<S>& c, const u
 
 // Of a task (NormedColumns), to this rank.
 template <typename S>
-__device__ __forceinline__ void PublishH(const Context<S>& c, int task, const float (&h)[2], bool there) {
+__device__ __forceinline__ void PublishH(const Context<S>& c, int task, const float (&h)[2]) {
   constexpr int kWidth = S::kMoeBlock;
   PublishRecord<kWidth>(RecordAt<kWidth>(c.Frame(Frames<S>::h), task),
-                        RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch), there);
+                        RecordWord<kWidth>(PackBf16(h[0], h[1]), c.epoch));
 }
 
 // Row warps: h = r(rms(p) r(1 + gamma)), or with static activations its grid values, for this rank.
@@ -253,14 +248,10 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
   const float input =
       is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
   c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
-    Rehearse([&](bool rehearsal) {
-      bool there;
-      const Two normed = NormedColumns(c, task, rehearsal, there);
-      float h[2] = {normed.a, normed.b};
-      if (is_static) QuantizeBlock(h, 1.0f / input);
-      PublishH(c, task, h, there);
-      return there;
-    });
+    const Two normed = NormedColumns(c, task);
+    float h[2] = {normed.a, normed.b};
+    if (is_static) QuantizeBlock(h, 1.0f / input);
+    PublishH(c, task, h);
   });
 }
 
@@ -272,8 +263,7 @@ __device__ __noinline__ void NormExpertsPerToken(Context<S>& c, bool first) {
   using F = Frames<S>;
   c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
     const int row = task % kRows, block = task / kRows;
-    bool there;
-    const Two normed = NormedColumns(c, task, false, there);
+    const Two normed = NormedColumns(c, task);
     uint64_t* maxima = reinterpret_cast<uint64_t*>(c.Frame(F::maxima_h)) + row * S::kMoeBlocks;
     if (first) {
       const float most = LargestOfLanes(LargerAbs(fabsf(normed.a), normed.b));
@@ -286,7 +276,7 @@ __device__ __noinline__ void NormExpertsPerToken(Context<S>& c, bool first) {
     if (scale.dead) h[0] = h[1] = 0.0f;
     if (block == 0 && c.lane() == 0)
       PublishFloat<Scope::kGpu>(reinterpret_cast<uint64_t*>(c.Frame(F::decode_h)) + row, scale.decode, c.epoch);
-    PublishH(c, task, h, true);
+    PublishH(c, task, h);
   });
 }
 

@@ -60,9 +60,9 @@ __device__ __forceinline__ Word RecordWord(uint32_t columns, uint32_t tag) {
   return MakeWord(r[0], r[1], r[2], tag);
 }
 template <int kWidth>
-__device__ __forceinline__ void PublishRecord(Word* record, const Word& word, bool there = true) {
+__device__ __forceinline__ void PublishRecord(Word* record, const Word& word) {
   const int lane = threadIdx.x % 32;
-  if (there && lane < 4 * RecordWords(kWidth)) ptx::StRelaxed<Scope::kSys>(record + lane, word);
+  if (lane < 4 * RecordWords(kWidth)) ptx::StRelaxed<Scope::kSys>(record + lane, word);
 }
 
 // The same row two columns a lane, from the words that lanes receive at WordOfLane.

@@ -34,17 +34,6 @@ __device__ __forceinline__ void Publish(Word* to, uint32_t r0, uint32_t r1, uint
   ptx::StRelaxed<kScope>(to, MakeWord(r0, r1, r2, tag));
 }
 
-// Runs task(rehearsal) until it returns true: all that it waits for was there, and its results have left. If something
-// is missing at the first look, that is a rehearsal: the task works on whatever the frames hold, and nothing leaves, so
-// that its instructions and constants are near when the values come. An SM runs through more code in a layer than it
-// caches, and what has been waited for long would wait once more for each line of it. The second time it waits.
-template <typename Task>
-__device__ __forceinline__ void Rehearse(const Task& task) {
-#pragma unroll 1
-  for (bool rehearsal = true; !task(rehearsal); rehearsal = false) {
-  }
-}
-
 // Waits until the tag of the word that the first of `lanes` misses is there. Only this word is read, and not all the
 // time: thousands of warps wait at once, and what they ask of L2 delays those that they wait for. By whole warps;
 // false: given up.
@@ -61,11 +50,9 @@ inline __device__ __noinline__ bool Await(Where* where, uint32_t tag, uint32_t l
   }
 }
 
-// N words at at(0) .. at(N - 1), each waited for; zeros in lanes that want none. By whole warps. False: in a rehearsal,
-// that something was missing.
+// N words at at(0) .. at(N - 1), each waited for; zeros in lanes that want none. By whole warps.
 template <Scope kScope, int N, typename At>
-__device__ __forceinline__ bool Receive(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N], bool rehearsal = false,
-                                        bool wanted = true) {
+__device__ __forceinline__ void Receive(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N], bool wanted = true) {
   for (;;) {
     int missing = -1;
 #pragma unroll
@@ -74,17 +61,16 @@ __device__ __forceinline__ bool Receive(Waiter waiter, uint32_t tag, const At& a
     for (int i = 0; i < N; ++i)
       if (EpochOf(w[i]) != tag) missing = i;
     const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
     const Word* word = at(missing < 0 ? 0 : missing);
-    if (lanes == 0 || rehearsal || !Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 3))
-      return lanes == 0 || !rehearsal;
+    if (!Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 3)) return;
   }
 }
 
 // The same of N tagged floats.
 //   kSideBySide: at(i) and at(i + 1) are, for even i, and come with one load; N is even
 template <bool kSideBySide, int N, typename At>
-__device__ __forceinline__ bool ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N],
-                                              bool rehearsal = false) {
+__device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const At& at, float (&v)[N]) {
   for (;;) {
     int missing = -1;
     uint64_t w[N];
@@ -105,17 +91,17 @@ __device__ __forceinline__ bool ReceiveFloats(Waiter waiter, uint32_t tag, const
       if (uint32_t(w[i] >> 32) != tag) missing = i;
     }
     const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
     const uint64_t* word = at(missing < 0 ? 0 : missing);
-    if (lanes == 0 || rehearsal || !Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 1))
-      return lanes == 0 || !rehearsal;
+    if (!Await(waiter.where, tag, lanes, reinterpret_cast<const uint32_t*>(word) + 1)) return;
   }
 }
 
 // N words and M tagged floats at once: what comes at one time takes one way to L2 and back.
 //   kSideBySide: at_float(i) and at_float(i + 1) are, for even i; M is even
 template <bool kSideBySide, int N, int M, typename At, typename AtFloat>
-__device__ __forceinline__ bool ReceiveBoth(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N],
-                                            const AtFloat& at_float, float (&v)[M], bool rehearsal = false) {
+__device__ __forceinline__ void ReceiveBoth(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N],
+                                            const AtFloat& at_float, float (&v)[M]) {
   static_assert(!kSideBySide || M % 2 == 0, "two floats a load");
   for (;;) {
     int missing = -1;
@@ -140,9 +126,10 @@ __device__ __forceinline__ bool ReceiveBoth(Waiter waiter, uint32_t tag, const A
       if (uint32_t(f[i] >> 32) != tag) missing = N + i;
     }
     const uint32_t lanes = __ballot_sync(kAllLanes, missing >= 0);
+    if (lanes == 0) return;
     const uint32_t* tag_at = missing < N ? reinterpret_cast<const uint32_t*>(at(Max(missing, 0))) + 3
                                          : reinterpret_cast<const uint32_t*>(at_float(missing - N)) + 1;
-    if (lanes == 0 || rehearsal || !Await(waiter.where, tag, lanes, tag_at)) return lanes == 0 || !rehearsal;
+    if (!Await(waiter.where, tag, lanes, tag_at)) return;
   }
 }
 
