@@ -79,7 +79,7 @@ SOURCES = {
     "layer": "us, `musejax bench layer --layers 24` on one H200",
     "experts": "us of it, `scripts/timeline.py` on one H200",
     "exchange": "`musejax bench step --devices 2 --layers 8` over its looped part: draft 1.05, verify 1.06, or 1.095 "
-                "if all of that is the layers'; high: `bench layer --devices 2`, from the host; assumed: 8 are as 2",
+                "if all of that is the layers'; high: `bench layer --devices 2`, 168 beside 145; assumed: 8 are as 2",
     "bf16_experts_mb": "counted, D 49",
     "nvfp4_experts_mb": "counted, D 49",
     "layer_mb": "counted, D 49",
