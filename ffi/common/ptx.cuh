@@ -299,6 +299,13 @@ MUSEJAX_PTX uint64_t GlobalTimer() {
   return out;
 }
 
+// threadIdx.x, read anew at each use instead of kept in a register or on the stack.
+MUSEJAX_PTX uint32_t ThreadOfBlock() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Suspends the thread for 0 to twice this time, at most 1 ms.
 MUSEJAX_PTX void NanoSleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 

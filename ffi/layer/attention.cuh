@@ -394,8 +394,8 @@ __device__ void AttendTailBlock(Context<S>& c, int key_head, int row, uint32_t p
 
 // Row warps, first those that do not multiply: the blocks that hold positions which the cache lacks, one task each.
 template <typename S>
-__device__ __noinline__ void AttendTail(Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void AttendTail(Context<S>&) {
+  Context<S>& c = Anew<S>();
   const History history = HistoryOf(c);
   const uint32_t path_of_lane = PathOfLane(c);
   c.ForTasks(
@@ -469,8 +469,8 @@ __device__ __forceinline__ uint32_t MergeRow(Context<S>& c, const History& histo
 
 // Row warps: o of every row and query head here, to all ranks; padding rows are zero.
 template <typename S>
-__device__ __noinline__ void MergeAttention(Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void MergeAttention(Context<S>&) {
+  Context<S>& c = Anew<S>();
   constexpr int kHeadsSlice = S::kHeads / int(kSlices);
   const History history = HistoryOf(c);
   const uint32_t path_of_lane = PathOfLane(c);
@@ -523,8 +523,8 @@ __device__ void StoreHead(Context<S>& c, const Word* records, uint16_t* cache, u
 // When nobody reads the layer's cache and flight any more. By warp 3 alone, which has nothing else to do while the
 // experts are combined.
 template <typename S>
-__device__ __noinline__ void StoreKeys(Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void StoreKeys(Context<S>&) {
+  Context<S>& c = Anew<S>();
   if (c.moved || c.warp != 3) return;
   const LayerArrays& arrays = c.arrays();
 #pragma unroll 1
@@ -539,8 +539,8 @@ __device__ __noinline__ void StoreKeys(Context<S>& c) {
 
 // Row warps, when a launch starts at attention: q and gate as an earlier launch left them, k and v from flight.
 template <typename S>
-__device__ __noinline__ void PublishHeads(Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void PublishHeads(Context<S>&) {
+  Context<S>& c = Anew<S>();
   const LayerArrays& arrays = c.arrays();
   const auto columns = [&](const uint16_t* rows, int64_t row) {
     return reinterpret_cast<const uint32_t*>(rows + row * kHeadColumns)[c.lane()];

@@ -169,8 +169,8 @@ __device__ __forceinline__ void FinishCombine(Context<S>& c, const RouteShared& 
 // Row warps, after ExpertSums. A warp's tasks pass twice, the last one that published its sums first, so that a warp
 // with one task keeps its slots in registers.
 template <typename S>
-__device__ __noinline__ void CombineExperts(Context<S>& c, RouteShared& route) {
-  InShared(c);
+__device__ __noinline__ void CombineExperts(Context<S>&, RouteShared& route) {
+  Context<S>& c = Anew<S>();
   InShared(route);
   const int begin = c.FirstTask(), stride = c.TaskStride(), tasks = S::kMoeBlocksHere * kRows;
   const int mine = begin < tasks ? (tasks - begin + stride - 1) / stride : 0;

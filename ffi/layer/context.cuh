@@ -113,8 +113,9 @@ struct Frames {
   static constexpr int64_t decode_c = maxima_c + int64_t(S::kPairs) * S::kInnerTiles;  // f32 [pair]
   static constexpr int64_t quantised_c = decode_c + 8 * S::kPairs;                     // as c
   static constexpr int64_t credits = quantised_c + Record(int64_t(S::kInnerTiles) * S::kPairs, 16);  // [1024 SMs]
+  static constexpr int64_t choices = credits + 16 * 1024;  // expert and weight of each pair
   // Partial sums of dense GEMMs: [16-column tile here][chunk][row][8 words of two columns, as row tasks take them]
-  static constexpr int64_t part_qkvg = credits + 16 * 1024;
+  static constexpr int64_t part_qkvg = choices + 16 * S::kPairs;
   static constexpr int64_t part_out = part_qkvg + Partial(S::kShape.qkvg_rows() * S::kSlicesHere, S::kHidden);
   static constexpr int64_t part_pool = part_out + Partial(S::kHidden / S::kRanks, S::kQWidth);
   static constexpr int64_t part_router = part_pool + Partial(S::kMoe / S::kRanks, S::kHidden);
@@ -129,6 +130,10 @@ struct Frames {
     return Padded(units + unit_bytes * max_units, kAlign);
   }
 };
+
+// The dense GEMMs, in the order of a layer, from its heads on.
+enum class Dense : int { kQkvg, kOut, kRouter, kPooler, kUnpooler };
+__device__ __forceinline__ Dense NextDense(Dense which) { return Dense((int(which) + 1) % kDenseGemms); }
 
 // Tells the compiler, in a function that is not inlined, that an argument lies in shared memory.
 template <typename T>
@@ -148,6 +153,7 @@ struct Context {
   int layer;                    // index in `layers`
   uint32_t epoch;               // tag of the layer at hand
   bool moved;                   // its accepted rows are in the cache already, and its new rows in flight
+  Dense gemm;                   // that the warp is at
 
   // The block's copy, first in shared memory.
   __device__ __forceinline__ const BlockPass& pass() const {
@@ -175,12 +181,27 @@ struct Context {
     __syncwarp();
   }
 
+  // Goes on to the next GEMM. By the whole warp.
+  __device__ __forceinline__ void Next(Dense next) {
+    __syncwarp();
+    if (lane() == 0) gemm = next;
+    __syncwarp();
+  }
+
   // Tasks of one warp each, shared among the row warps of all SMs: neighbours go to different SMs. Warp `first` of each
   // comes first: an MMA warp, since they are done with a GEMM before its sums are added, or warp 1, which is not.
   template <typename Task>
   __device__ __forceinline__ void ForTasks(int n, const Task& task, int first = kFirstMmaWarp) const {
 #pragma unroll 1
     for (int i = FirstTask(first); i < n; i += TaskStride()) task(i);
+  }
+  // The same among few SMs, the last ones, which have the least to multiply: `each` warps of an SM, from warp `first` on.
+  template <typename Task>
+  __device__ __forceinline__ void ForTasksOfLast(int n, int each, const Task& task, int first) const {
+    const int some = Min((n + each - 1) / each, blocks), turn = Turn(first);
+    if (block < blocks - some || turn >= each) return;
+#pragma unroll 1
+    for (int i = blocks - 1 - block + some * turn; i < n; i += some * each) task(i);
   }
   __device__ __forceinline__ int FirstTask(int first = kFirstMmaWarp) const { return block + blocks * Turn(first); }
   // Of a row warp: its number if warp `first` is 0.
@@ -189,6 +210,16 @@ struct Context {
   }
   __device__ __forceinline__ int TaskStride() const { return blocks * kRowWarps; }
 };
+
+inline constexpr int kContextsAt = kPassBytes, kContextBytes = 256;  // in shared memory, one a warp
+
+// The warp's context, found anew: what lives as long as a pointer to it is kept on the stack, and comes back late at the
+// start of each phase.
+template <typename S>
+__device__ __forceinline__ Context<S>& Anew() {
+  static_assert(sizeof(Context<S>) <= kContextBytes, "see kContextBytes");
+  return *reinterpret_cast<Context<S>*>(ptx::DynamicShared() + kContextsAt + ptx::ThreadOfBlock() / 32 * kContextBytes);
+}
 
 inline constexpr int kStamps = 32;
 

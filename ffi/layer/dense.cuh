@@ -16,10 +16,6 @@
 
 namespace musejax::layer {
 
-// In the order of a layer, from its heads on.
-enum class Dense : int { kQkvg, kOut, kRouter, kPooler, kUnpooler };
-__device__ __forceinline__ Dense NextDense(Dense which) { return Dense((int(which) + 1) % kDenseGemms); }
-
 template <typename S, Dense kWhich>
 struct DenseOf {
   using F = Frames<S>;
@@ -153,6 +149,7 @@ __device__ __forceinline__ void LoadRows(Waiter waiter, uint32_t epoch, const Wo
                                          uint32_t (&b)[kSteps][4]) {
   constexpr int kWords = RecordWords(kBlock), kBlocks = kSteps * 16 / kBlock, kRegs = RecordRegisters(kBlock);
   const Word* mine = first + (lane / 4 * 4 + lane % 4) * kWords;
+  AwaitOne(waiter, epoch, mine + (kBlocks - 1) * kRows * 4 * kWords + 8 * 4 * kWords);
   Word w[kBlocks * 2 * kWords];
   Receive<Scope::kSys>(
       waiter, epoch,
@@ -203,7 +200,7 @@ template <int kSteps, int kBlock, typename S>
 __device__ __forceinline__ void DenseUnits(const Context<S>& c, Consumer& consumer, Dense which) {
   const DenseJob job = JobOf(c, which);
   const Waiter waiter = c.waiter;
-  const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
+  const int thread = ptx::ThreadOfBlock(), warp = thread / 32 - kFirstMmaWarp, lane = thread % 32;
   for (int u = job.begin; u < job.end;) {
     const int end = Min(job.end, (job.ChunkOf(u) + 1) * job.slices * job.tiles);
     uint32_t b[kSteps][4];
@@ -266,7 +263,7 @@ __device__ __forceinline__ void RouterUnits(const Context<S>& c, Consumer& consu
   using D = DenseOf<S, Dense::kRouter>;
   const DenseJob job = JobOf(c, Dense::kRouter);
   const Waiter waiter = c.waiter;
-  const int warp = int(threadIdx.x / 32) - kFirstMmaWarp, lane = threadIdx.x % 32;
+  const int thread = ptx::ThreadOfBlock(), warp = thread / 32 - kFirstMmaWarp, lane = thread % 32;
 #pragma unroll 1
   for (int u = job.begin; u < job.end; ++u) {
     const int at = job.TileOf(u), slice = at / D::kTiles, range = job.ChunkOf(u) * kMmaWarps + warp;
@@ -339,6 +336,7 @@ __device__ __noinline__ Two FinishColumns(Waiter waiter, uint32_t epoch, const W
   constexpr int kMost = 8;
   const int lane = Min(int(threadIdx.x % 32), kWidth / 2 - 1);
   const Word* mine = first + lane / kPairWords * chunks * kRows * kPairWords + lane % kPairWords;
+  AwaitOne(waiter, epoch, mine + (chunks - 1) * kRows * kPairWords);
   Word w[kMost];
   Receive<Scope::kGpu>(waiter, epoch, [&](int i) { return mine + Min(i, chunks - 1) * kRows * kPairWords; }, w);
   Two sum = {0.0f, 0.0f};

@@ -101,7 +101,8 @@ __device__ void StreamExperts(Context<S>& c, RouteShared& route, Producer& produ
 
 // ---- MMA warps ----
 
-// Operand registers of this warp's ranges, pass by pass: column lane / 4 is a pair of the visit, or zeros.
+// Operand registers of this warp's ranges, pass by pass: column lane / 4 is a pair of the visit, or
+// its first one again, whose sums nobody takes.
 //   input: frame of the records
 template <bool kUp, bool kNvfp4, typename S>
 __device__ __forceinline__ void LoadPairs(Context<S>& c, int64_t input, const Visit& visit,
@@ -113,9 +114,9 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, int64_t input, const Vi
   constexpr int kBatch = Min(kRecords, kWords == 1 ? 16 : 4);  // records on their way at once
   static_assert(P::kRangeK % E::kWidth == 0 && kRecords % kBatch == 0, "a warp's range is made of whole records");
   const int warp = c.warp - kFirstMmaWarp, column = c.lane() / 4;
-  const bool wanted = column < visit.count;
-  const int pair = visit.pairs[wanted ? column : 0];
-  uint8_t* frame = c.Frame(input);
+  const int pair = visit.pairs[column < visit.count ? column : 0];
+  const Word* mine = RecordAt<E::kWidth>(c.Frame(input), warp * kOfPass * E::kCount + (kUp ? pair / S::kTopK : pair)) +
+                     c.lane() % 4 * kWords;
   if (warp >= P::kActive) {
 #pragma unroll
     for (int r = 0; r < P::kRegisters; ++r) b[r] = 0;
@@ -128,11 +129,10 @@ __device__ __forceinline__ void LoadPairs(Context<S>& c, int64_t input, const Vi
         c.waiter, c.epoch,
         [&](int i) {
           const int record = first + i / kWords;
-          const int block = (record / kOfPass * (P::kPassK / P::kRangeK) + warp) * kOfPass + record % kOfPass;
-          return RecordAt<E::kWidth>(frame, block * E::kCount + (kUp ? pair / S::kTopK : pair)) +
-                 c.lane() % 4 * kWords + i % kWords;
+          const int64_t block = record / kOfPass * P::kActive * kOfPass + record % kOfPass;
+          return mine + block * E::kCount * 4 * kWords + i % kWords;
         },
-        w, wanted);
+        w);
 #pragma unroll
     for (int i = 0; i < kBatch * kRegs; ++i)
       b[first * kRegs + i] = Register(w[i / kRegs * kWords + i % kRegs / 3], i % kRegs % 3);
@@ -365,8 +365,8 @@ __device__ __forceinline__ void ExpertUnits(Context<S>& c, RouteShared& route, C
 // two passes as NormExpertsPerToken. Here once, and not at each visit: columns of a visit are mostly empty, and many
 // SMs visit an expert.
 template <typename S>
-__device__ __noinline__ void QuantizeInner(Context<S>& c, bool first) {
-  InShared(c);
+__device__ __noinline__ void QuantizeInner(Context<S>&, bool first) {
+  Context<S>& c = Anew<S>();
   using F = Frames<S>;
   constexpr int kTiles = 8, kParts = S::kInnerTiles / kTiles;
   static_assert(S::kInnerTiles % kTiles == 0, "a lane has a word of a task");

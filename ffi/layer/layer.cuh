@@ -23,11 +23,11 @@ namespace musejax::layer {
 template <typename S>
 struct Shared {
   alignas(128) uint8_t pass[kPassBytes];
+  uint8_t contexts[kWarps][kContextBytes];
   SharedBuffers buffers;
   RouteShared route;
   alignas(16) float residual[kResidualFloats<S>];
   Where where[kWarps];
-  alignas(8) uint8_t contexts[kWarps][sizeof(Context<S>)];
 };
 
 // Numbers of phases in error reports; ErrorText (layer.cu) names them.
@@ -103,7 +103,8 @@ __device__ __forceinline__ Context<S>& BeginPass(const PassParams& params, Share
                         state ? Clamp(state[2], 0, Min(kRows, Max(state[0], 0))) : 0,
                         0,
                         params.epochs[block] + 1,
-                        !params.first};
+                        !params.first,
+                        params.first ? Dense::kQkvg : Dense::kOut};
   }
   __syncthreads();
   c.Fetch(0);
@@ -205,27 +206,32 @@ __device__ __forceinline__ void BeforeRouter(Context<S>& c, Shared<S>& shared) {
 
 // p and scores -> m, by the experts.
 template <typename S>
-__device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Consumer& consumer) {
-  FinishPooler(c);
-  Stamp(c, Point::kP);
-  c.waiter.At(c.layer, kRouting);
-  ChooseExperts(c, shared.route);
-  Stamp(c, Point::kChosen);
-  ListVisits(c, shared.route);  // a barrier: every row's attention is over
-  Stamp(c, Point::kListed);
-  BeforeUp(c);
-  Stamp(c, Point::kH);
-  AwaitList();
+__device__ __forceinline__ void AfterPooler(Shared<S>& shared, Consumer& consumer) {
+  {
+    Context<S>& c = Anew<S>();
+    FinishPooler(c);
+    Stamp(c, Point::kP);
+    c.waiter.At(c.layer, kRouting);
+    ChooseExperts(c);
+    Stamp(c, Point::kChosen);
+    ListChoices(c, shared.route);
+    Stamp(c, Point::kListed);
+    BeforeUp(c);
+    Stamp(c, Point::kH);
+    AwaitList();  // every row's attention is over
+  }
 #pragma unroll 1
   for (int down = 0; down < 2; ++down) {
+    Context<S>& c = Anew<S>();
     c.waiter.At(c.layer, down ? kDown : kUp);
     if (down) BeforeDown(c);
     if (c.warp >= kFirstMmaWarp)
       ExpertUnits(c, shared.route, consumer, !down);
     else
       ExpertSums(c, shared.route, consumer, !down);
-    Stamp(c, down ? Point::kDownSums : Point::kUpSums);
+    Stamp(Anew<S>(), down ? Point::kDownSums : Point::kUpSums);
   }
+  Context<S>& c = Anew<S>();
   c.waiter.At(c.layer, kCombine);
   StoreKeys(c);
   CombineExperts(c, shared.route);
@@ -234,72 +240,78 @@ __device__ __forceinline__ void AfterPooler(Context<S>& c, Shared<S>& shared, Co
 }
 
 // The branch of attention (kOut) or of the experts (kUnpooler) -> S.
-template <typename S>
-__device__ __forceinline__ void AfterBranch(Context<S>& c, Shared<S>& shared, Dense which) {
+template <bool kExperts, typename S>
+__device__ __forceinline__ void AfterBranch(Context<S>& c, Shared<S>& shared) {
   using F = Frames<S>;
-  const bool experts = which == Dense::kUnpooler;
   const SmallLayout at = SmallOf(c);
   const float* small = c.arrays().small;
-  const float* gamma = experts ? small + at.post_ffn_norm : nullptr;
-  const int64_t rows = experts ? F::f : F::a, sums = experts ? F::sums_f : F::sums_a;
-  FinishBranch(c, experts ? F::part_unpool : F::part_out,
-               experts ? DenseOf<S, Dense::kUnpooler>::kChunks : DenseOf<S, Dense::kOut>::kChunks, gamma, rows, sums);
-  Stamp(c, experts ? Point::kF : Point::kA);
-  AddBranch(c, shared.residual, small + (experts ? at.ffn_residual_gate : at.attention_residual_gate), gamma, rows,
+  const float* gamma = kExperts ? small + at.post_ffn_norm : nullptr;
+  const int64_t rows = kExperts ? F::f : F::a, sums = kExperts ? F::sums_f : F::sums_a;
+  FinishBranch(c, kExperts ? F::part_unpool : F::part_out,
+               kExperts ? DenseOf<S, Dense::kUnpooler>::kChunks : DenseOf<S, Dense::kOut>::kChunks, gamma, rows, sums);
+  Stamp(c, kExperts ? Point::kF : Point::kA);
+  AddBranch(c, shared.residual, small + (kExperts ? at.ffn_residual_gate : at.attention_residual_gate), gamma, rows,
             sums);
-  Stamp(c, experts ? Point::kAddedF : Point::kAddedA);
-  if (experts && c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
+  Stamp(c, kExperts ? Point::kAddedF : Point::kAddedA);
+  if (kExperts && c.arrays().tap) StoreStream(c, shared.residual, c.arrays().tap);
 }
 
 template <typename S>
-__device__ __forceinline__ void Before(Context<S>& c, Shared<S>& shared, Consumer& consumer, Dense which) {
+__device__ __forceinline__ void Before(Shared<S>& shared, Consumer& consumer) {
+  Context<S>& c = Anew<S>();
+  const Dense which = c.gemm;
   if (which == Dense::kQkvg) BeforeHeads(c, shared);
   if (which == Dense::kOut) BeforeOut(c, consumer);
   if (which == Dense::kRouter) BeforeRouter(c, shared);
 }
 
 template <typename S>
-__device__ __forceinline__ void After(Context<S>& c, Shared<S>& shared, Consumer& consumer, Dense which) {
-  Stamp(c, which == Dense::kQkvg     ? Point::kQkvgSums
-           : which == Dense::kOut    ? Point::kOutSums
-           : which == Dense::kRouter ? Point::kRouterSums
-           : which == Dense::kPooler ? Point::kPoolerSums
-                                     : Point::kUnpoolerSums);
-  if (which == Dense::kQkvg) {
+__device__ __forceinline__ void After(Shared<S>& shared, Consumer& consumer) {
+  Context<S>& c = Anew<S>();
+  Stamp(c, c.gemm == Dense::kQkvg     ? Point::kQkvgSums
+           : c.gemm == Dense::kOut    ? Point::kOutSums
+           : c.gemm == Dense::kRouter ? Point::kRouterSums
+           : c.gemm == Dense::kPooler ? Point::kPoolerSums
+                                      : Point::kUnpoolerSums);
+  if (c.gemm == Dense::kQkvg) {
     FinishHeads(c, !RunsWhole(c));
     Stamp(c, Point::kHeads);
-  }
-  if (which == Dense::kRouter) {
+  } else if (c.gemm == Dense::kRouter) {
     FinishRouter(c);
     Stamp(c, Point::kScores);
+  } else if (c.gemm == Dense::kPooler) {
+    AfterPooler(shared, consumer);
+  } else if (c.gemm == Dense::kOut) {
+    c.Fetch(c.layer + 1);
+    AfterBranch<false>(c, shared);
+  } else {
+    AfterBranch<true>(c, shared);
   }
-  if (which == Dense::kPooler) AfterPooler(c, shared, consumer);
-  if (which == Dense::kOut) c.Fetch(c.layer + 1);
-  if (which == Dense::kOut || which == Dense::kUnpooler) AfterBranch(c, shared, which);
 }
 
 template <typename S>
-__device__ __forceinline__ void RunRows(Context<S>& c, Shared<S>& shared) {
+__device__ __forceinline__ void RunRows(Context<S>& begin, Shared<S>& shared) {
   Consumer consumer;
-  LoadStream(c, shared.residual);
-  if (!c.pass().first) GiveCredit(c), PublishHeads(c);  // every epoch has its credits
-  Dense which = c.pass().first ? Dense::kQkvg : Dense::kOut;
-  if (c.pass().first || RunsWhole(c)) {
+  LoadStream(begin, shared.residual);
+  if (!begin.pass().first) GiveCredit(begin), PublishHeads(begin);  // every epoch has its credits
+  if (begin.pass().first || RunsWhole(begin)) {
 #pragma unroll 1
     for (;;) {
-      Before(c, shared, consumer, which);
-      RunDense(c, consumer, which);
-      After(c, shared, consumer, which);
-      if (which == Dense::kQkvg && !RunsWhole(c)) break;
-      if (which == Dense::kUnpooler) {
+      Before(shared, consumer);
+      RunDense(Anew<S>(), consumer, Anew<S>().gemm);
+      After(shared, consumer);
+      Context<S>& c = Anew<S>();
+      if (c.gemm == Dense::kQkvg && !RunsWhole(c)) break;
+      if (c.gemm == Dense::kUnpooler) {
         if (c.layer + 1 == c.pass().count_layers) break;
         c.NextLayer();
       }
-      which = NextDense(which);
+      c.Next(NextDense(c.gemm));
     }
   }
-  if (!c.pass().last) StoreKeys(c);
-  StoreStream(c, shared.residual, c.pass().stream);
+  Context<S>& end = Anew<S>();
+  if (!end.pass().last) StoreKeys(end);
+  StoreStream(end, shared.residual, end.pass().stream);
 }
 
 // The kernel's body. A launch gives up where a wait does not end, and all of it at once where the pass before it, or

@@ -119,45 +119,48 @@ __device__ __forceinline__ void PublishInner(const Context<S>& c, const Plain& x
 
 // ---- choices -----------------------------------------------------------------------------------------------------
 
-// Calls task(row, slot) for all pairs, a thread of the row warps each.
+// Calls task(pair) for all pairs, a thread each of warps 1 to `warps`.
 template <typename S, typename Task>
-__device__ __forceinline__ void ForPairs(const Task& task) {
-  for (int pair = int(threadIdx.x) - 32; pair < S::kPairs; pair += 32 * kRowWarps)
-    task(pair / S::kTopK, pair % S::kTopK);
+__device__ __forceinline__ void ForPairs(int warps, const Task& task) {
+  const int thread = int(threadIdx.x) - 32;
+  if (thread < 32 * warps)
+    for (int pair = thread; pair < S::kPairs; pair += 32 * warps) task(pair);
 }
 
-// What ChooseExperts leaves, from choices made before; ids outside the model choose nothing.
+// As ReceiveChoices, of choices made before; ids outside the model choose nothing.
 template <typename S>
-__device__ __forceinline__ void TakeChoices(Context<S>& c, RouteShared& route, const int32_t* ids,
+__device__ __forceinline__ void TakeChoices(const Context<S>& c, RouteShared& route, const int32_t* ids,
                                             const float* weights) {
-  const int rows = c.pass().rows;
-  ForPairs<S>([&](int row, int slot) {
-    const uint32_t id = row < rows ? uint32_t(ids[row * S::kTopK + slot]) : S::kExperts;
-    const bool chosen = id < uint32_t(S::kExperts);
-    route.ids[row][slot] = int16_t(chosen ? id : S::kExperts);
-    route.weights[row][slot] = chosen && weights ? weights[row * S::kTopK + slot] : 0.0f;
-    if (chosen) atomicOr(&route.hits[route.lists % 2][id], 1u << row);
+  const int pairs = c.pass().rows * S::kTopK;
+  ForPairs<S>(kAdders, [&](int pair) {
+    TakeChoice<S>(route, pair, pair < pairs ? ids[pair] : S::kExperts, pair < pairs && weights ? weights[pair] : 0.0f);
   });
 }
 
-// Choices of experts that are not here become those of padding, before they are listed.
+// The visits of choices that were taken and whose experts are here; the others become those of padding. By all row
+// warps, which then have the list.
 template <typename S>
-__device__ __forceinline__ void KeepOwn(RouteShared& route, int begin, int count) {
+__device__ __forceinline__ void ListOwn(const Context<S>& c, RouteShared& route, int begin, int count) {
   const auto here = [&](int expert) { return expert >= begin && expert < begin + count; };
-  ptx::BarSync(1, 32 * kRowWarps);  // all choices are there
-  ForPairs<S>([&](int row, int slot) {
-    if (!here(route.ids[row][slot])) route.ids[row][slot] = S::kExperts;
-  });
-  for (int expert = int(threadIdx.x) - 32; expert < S::kExperts; expert += 32 * kRowWarps)
-    if (!here(expert)) route.hits[route.lists % 2][expert] = 0;
+  if (c.warp < kFirstMmaWarp) {
+    AwaitListers();  // all choices are there
+    ForPairs<S>(kAdders, [&](int pair) {
+      int16_t& id = route.ids[pair / S::kTopK][pair % S::kTopK];
+      if (!here(id)) id = S::kExperts;
+    });
+    for (int expert = int(threadIdx.x) - 32; expert < S::kExperts; expert += 32 * kAdders)
+      if (!here(expert)) route.hits[route.lists % 2][expert] = 0;
+    ListVisits(c, route);
+  }
+  AwaitList();
 }
 
-// Weights of all rows, [rows][k], after ListVisits.
+// Weights of all rows, [rows][k], after the list.
 template <typename S>
 __device__ __forceinline__ void StoreWeights(const Context<S>& c, const RouteShared& route, float* weights) {
   if (c.block != 0) return;
-  ForPairs<S>([&](int row, int slot) {
-    if (row < c.pass().rows) weights[row * S::kTopK + slot] = route.weights[row][slot];
+  ForPairs<S>(kRowWarps, [&](int pair) {
+    if (pair < c.pass().rows * S::kTopK) weights[pair] = route.weights[pair / S::kTopK][pair % S::kTopK];
   });
 }
 
@@ -329,18 +332,15 @@ __device__ __forceinline__ void TakeOperands(Context<S>& c, Shared<S>& shared, c
     case PhaseLaunch::kExpertsUp:
       PublishSummed<kMoe>(c, {p.in, p.rows, S::kMoe / int(kSlices)}, S::kMoeBlocks, nullptr, F::p, F::sums_p);
       PublishScores(c, p.scores);
-      ChooseExperts(c, shared.route);
-      KeepOwn<S>(shared.route, *p.begin, p.experts);
-      ListVisits(c, shared.route);
-      AwaitList();
+      ChooseExperts(c);
+      if (c.warp < kFirstMmaWarp) ReceiveChoices(c, shared.route);
+      ListOwn(c, shared.route, *p.begin, p.experts);
       BeforeUp(c);
       break;
     case PhaseLaunch::kExpertsDown:
       PublishInner(c, {p.in, p.rows * S::kTopK, S::kInner / int(kSlices)});
       TakeChoices(c, shared.route, p.chosen, nullptr);
-      KeepOwn<S>(shared.route, *p.begin, p.experts);
-      ListVisits(c, shared.route);
-      AwaitList();
+      ListOwn(c, shared.route, *p.begin, p.experts);
       break;
     case PhaseLaunch::kCombine:
     case PhaseLaunch::kCombinePartials:

@@ -47,8 +47,8 @@ __device__ __forceinline__ Two Columns(const float* x, int block, int lane) {
 __device__ __forceinline__ Two Centred(Two gamma) { return Rounded({1.0f + gamma.a, 1.0f + gamma.b}); }
 
 template <typename S>
-__device__ __noinline__ void LoadStream(const Context<S>& c, float* residual) {
-  InShared(c);
+__device__ __noinline__ void LoadStream(const Context<S>&, float* residual) {
+  const Context<S>& c = Anew<S>();
   ForResidual(c, residual, [&](const ResidualRows& rows) {
     for (int i = 0; i < rows.count; ++i) {
       if (c.lane() >= S::kHiddenBlock / 2) continue;
@@ -59,8 +59,8 @@ __device__ __noinline__ void LoadStream(const Context<S>& c, float* residual) {
 }
 
 template <typename S>
-__device__ __noinline__ void StoreStream(const Context<S>& c, float* residual, float* to) {
-  InShared(c);
+__device__ __noinline__ void StoreStream(const Context<S>&, float* residual, float* to) {
+  const Context<S>& c = Anew<S>();
   ForResidual(c, residual, [&](const ResidualRows& rows) {
     for (int i = 0; i < rows.count; ++i)
       if (c.lane() < S::kHiddenBlock / 2 && rows.row[i] < c.pass().rows)
@@ -93,9 +93,9 @@ struct ResidualLeaves {
 // S = alpha S + beta r(n), n the normed branch.
 //   branch, sums: frames of the branch's rows and of the sums of squares of branch times gamma (null: of branch).
 template <typename S>
-__device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, const float* gate, const float* gamma,
+__device__ __noinline__ void AddBranch(const Context<S>&, float* residual, const float* gate, const float* gamma,
                                        int64_t branch, int64_t sums) {
-  InShared(c);
+  const Context<S>& c = Anew<S>();
   using L = Leaves<S::kHiddenBlocks>;
   constexpr int kWidth = S::kHiddenBlock;
   const Model& m = c.pass().model;
@@ -108,6 +108,7 @@ __device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, con
     const Word* record = WordOfLane<kWidth>(RecordAt<kWidth>(c.Frame(branch), rows.block * kRows));
     Word w[2];
     float leaf[2 * L::kEach];
+    AwaitOne(c.waiter, c.epoch, leaves.At(2 * L::kEach - 1));
     ReceiveBoth<L::kSideBySide>(
         c.waiter, c.epoch, [&](int i) { return record + (i ? rows.row[1] : rows.row[0]) * 4 * RecordWords(kWidth); }, w,
         [&](int i) { return leaves.At(i); }, leaf);
@@ -125,8 +126,8 @@ __device__ __noinline__ void AddBranch(const Context<S>& c, float* residual, con
 }
 
 template <typename S>
-__device__ __noinline__ void PublishSquares(const Context<S>& c, float* residual, int64_t sums) {
-  InShared(c);
+__device__ __noinline__ void PublishSquares(const Context<S>&, float* residual, int64_t sums) {
+  const Context<S>& c = Anew<S>();
   ForResidual(c, residual, [&](const ResidualRows& rows) {
     uint64_t* to = reinterpret_cast<uint64_t*>(c.Frame(sums)) + rows.block;
     float leaf[2];
@@ -146,9 +147,9 @@ __device__ __forceinline__ const Word* CreditOfLane(const Context<S>& c, int fir
 
 // x = r(rms(S) r(1 + gamma)), published in frame `to`, when up to 32 SMs that own nothing of S have given their credits.
 template <typename S>
-__device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual, const float* gamma, int64_t sums,
+__device__ __noinline__ void PublishNormed(const Context<S>&, float* residual, const float* gamma, int64_t sums,
                                            int64_t to) {
-  InShared(c);
+  const Context<S>& c = Anew<S>();
   using L = Leaves<S::kHiddenBlocks>;
   constexpr int kWidth = S::kHiddenBlock;
   ForResidual(c, residual, [&](const ResidualRows& rows) {
@@ -157,6 +158,7 @@ __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual,
     const Word* credit = CreditOfLane(c, S::kHiddenBlocks);
     Word credits[1], word[2];
     float leaf[2 * L::kEach];
+    AwaitOne(c.waiter, c.epoch, leaves.At(2 * L::kEach - 1));
     ReceiveBoth<L::kSideBySide>(
         c.waiter, c.epoch, [&](int) { return credit; }, credits, [&](int i) { return leaves.At(i); }, leaf);
 #pragma unroll
@@ -175,8 +177,8 @@ __device__ __noinline__ void PublishNormed(const Context<S>& c, float* residual,
 // ---- credits: this SM has ended the epoch before ----
 
 template <typename S>
-__device__ __noinline__ void GiveCredit(const Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void GiveCredit(const Context<S>&) {
+  const Context<S>& c = Anew<S>();
   ptx::BarSync(1, 32 * kRowWarps);
   if (c.warp == 1 && c.lane() == 0)
     Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(Frames<S>::credits)) + c.block, 0, 0, 0, c.epoch);
@@ -184,8 +186,8 @@ __device__ __noinline__ void GiveCredit(const Context<S>& c) {
 // Those of all SMs; where something of S is owned, those that PublishNormed does not see: it has the others' sums of
 // squares, which are sent after their credits, and 32 more.
 template <typename S>
-__device__ __noinline__ void AwaitCredits(const Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void AwaitCredits(const Context<S>&) {
+  const Context<S>& c = Anew<S>();
 #pragma unroll 1
   for (int i = c.block < S::kHiddenBlocks ? S::kHiddenBlocks + 32 : 0; i < c.blocks; i += 32) {
     const Word* credit = CreditOfLane(c, i);
@@ -199,9 +201,9 @@ __device__ __noinline__ void AwaitCredits(const Context<S>& c) {
 // A branch back to the hidden width, attention's or the experts': rows and sums of squares to all ranks.
 //   partial, chunks: the GEMM's partial frame and chunks of K
 template <typename S>
-__device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, int chunks, const float* gamma,
+__device__ __noinline__ void FinishBranch(const Context<S>&, int64_t partial, int chunks, const float* gamma,
                                           int64_t rows, int64_t sums) {
-  InShared(c);
+  const Context<S>& c = Anew<S>();
   constexpr int kWidth = S::kHiddenBlock, kBlocks = S::kHiddenBlocks / int(kSlices);  // of a slice
   c.ForTasks(S::kHiddenBlocksHere * kRows, [&](int task) {
     const int row = task % kRows, at = task / kRows, slice = at / kBlocks, block = at % kBlocks;
@@ -224,8 +226,8 @@ __device__ __noinline__ void FinishBranch(const Context<S>& c, int64_t partial, 
 }
 
 template <typename S>
-__device__ __noinline__ void FinishPooler(const Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void FinishPooler(const Context<S>&) {
+  const Context<S>& c = Anew<S>();
   constexpr int kWidth = S::kMoeBlock, kBlocks = S::kMoeBlocks / int(kSlices);
   c.ForTasks(S::kMoeBlocksHere * kRows, [&](int task) {
     const int row = task % kRows, slice = task / kRows / kBlocks, block = task / kRows % kBlocks;
@@ -243,12 +245,12 @@ __device__ __noinline__ void FinishPooler(const Context<S>& c) {
   });
 }
 
-// By warps that do not multiply first, since the pooler's units are still to come.
+// By SMs that have nothing to do with the pooler, for its units come before the router's sums.
 template <typename S>
-__device__ __noinline__ void FinishRouter(const Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void FinishRouter(const Context<S>&) {
+  const Context<S>& c = Anew<S>();
   using D = DenseOf<S, Dense::kRouter>;
-  c.ForTasks(S::kSlicesHere * D::kTiles * kRows, [&](int task) {
+  c.ForTasksOfLast(S::kSlicesHere * D::kTiles * kRows, 8, [&](int task) {
     const int row = task % kRows, slice = task / kRows / D::kTiles, tile = task / kRows % D::kTiles;
     const Two v = FinishColumns<S, Dense::kRouter, 16>(c, slice, tile, row);
     const float score[2] = {SigmoidOf(v.a * c.pass().model.output_multiplier),
@@ -293,8 +295,8 @@ __device__ __forceinline__ Two NormAndRotate(const Context<S>& c, Two x, const A
 
 // Heads of the layer at hand: q, k, v and gate, for its attention; and in global memory if that is another launch's.
 template <typename S>
-__device__ __noinline__ void FinishHeads(const Context<S>& c, bool leave) {
-  InShared(c);
+__device__ __noinline__ void FinishHeads(const Context<S>&, bool leave) {
+  const Context<S>& c = Anew<S>();
   constexpr int kQ = S::kHeads / int(kSlices), kKv = S::kKvHeads / int(kSlices), kEach = 2 * (kQ + kKv);
   using F = Frames<S>;
   c.ForTasks(S::kSlicesHere * kEach * kRows, [&](int task) {

@@ -1,5 +1,5 @@
-// Routing inside the kernel: every SM makes the choices of all rows and the list of expert visits for itself, from the
-// router's scores, so that nothing is exchanged; and the norm of the rows that the experts multiply.
+// Routing inside the kernel: every rank makes the choices of all rows for itself, from the router's scores, and every
+// SM the list of expert visits; and the norm of the rows that the experts multiply.
 //
 // Bits: ids, weights and rows are those of cpu/router.cc Route and of cpu/experts.cc ExpertsUp.
 #pragma once
@@ -13,7 +13,7 @@ namespace musejax::layer {
 
 inline constexpr int kMostExperts = 256, kMostSlots = 8;
 
-// Reuse: choices and visits are written anew after scores of the next layer, which every pair of this layer has gone
+// Reuse: choices and visits are written anew after choices of the next layer, which every pair of this layer has gone
 // into; only warp 0 may lag behind, so it says when it has taken the list.
 struct RouteShared {
   uint64_t listed, taken;  // mbarriers, one arrival a list each: the list is made; warp 0 has read it
@@ -65,7 +65,7 @@ __device__ __forceinline__ BestExpert BestOf(const uint32_t (&rank)[kEach], cons
   }
 }
 
-// Of rows that choose among kEach experts a lane, side by side.
+// Of a row that chooses among kEach experts a lane.
 template <typename S>
 inline constexpr int kExpertsOfLane = (S::kExperts + 31) / 32;
 template <typename S>
@@ -73,92 +73,100 @@ __device__ __forceinline__ int ExpertOfLane(int i) {
   return Min(int(threadIdx.x % 32) * kExpertsOfLane<S> + i, S::kExperts - 1);
 }
 
-// Scores of two rows at once; a row that is not to choose gets those of the other.
+// The choices of a row, slot j in lane j. Whatever the scores, experts are distinct and exist.
 template <typename S>
-__device__ __forceinline__ void ReceiveScores(Context<S>& c, const int (&row)[2],
-                                              float (&score)[2][kExpertsOfLane<S>]) {
-  constexpr int kEach = kExpertsOfLane<S>;
-  const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores));
-  float x[2 * kEach];
-  ReceiveFloats<kEach % 2 == 0>(
-      c.waiter, c.epoch,
-      [&](int i) { return scores + (i < kEach ? row[0] : row[1]) * S::kExperts + ExpertOfLane<S>(i % kEach); }, x);
-#pragma unroll
-  for (int i = 0; i < 2 * kEach; ++i) score[i / kEach][i % kEach] = x[i];
-}
-
-// The choices of two rows, slot j in lane j. Whatever the scores, experts are distinct and exist.
-template <typename S>
-__device__ __forceinline__ void ChooseForRows(Context<S>& c, const float (&score)[2][kExpertsOfLane<S>],
-                                              const float (&bias)[kExpertsOfLane<S>], Choice (&mine)[2]) {
+__device__ __forceinline__ Choice ChooseForRow(const Context<S>& c, const float (&score)[kExpertsOfLane<S>],
+                                               const float (&bias)[kExpertsOfLane<S>]) {
   constexpr int kEach = kExpertsOfLane<S>;
   const Model& m = c.pass().model;
-  uint32_t rank[2][kEach];
+  const int first = c.lane() * kEach;
+  uint32_t rank[kEach];
 #pragma unroll
-  for (int i = 0; i < 2 * kEach; ++i)  // 0: not to be had
-    rank[i / kEach][i % kEach] =
-        c.lane() * kEach + i % kEach < S::kExperts ? RankOf(score[i / kEach][i % kEach] + bias[i % kEach]) : 0;
+  for (int i = 0; i < kEach; ++i)  // 0: not to be had
+    rank[i] = first + i < S::kExperts ? RankOf(score[i] + bias[i]) : 0;
 
-  float total[2] = {0.0f, 0.0f};
+  Choice mine = {};
+  float total = 0.0f;
 #pragma unroll 1
   for (int slot = 0; slot < S::kTopK; ++slot) {
+    // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
+    const BestExpert best = BestOf<0, kEach>(rank, score);
+    const uint32_t top = __reduce_max_sync(kAllLanes, best.rank);
+    const int winner = (__ffs(int(__ballot_sync(kAllLanes, best.rank == top))) - 1) & 31;
+    const float taken = __shfl_sync(kAllLanes, best.score, winner);
+    const int id = Min(__shfl_sync(kAllLanes, first + best.at, winner), S::kExperts - 1);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      // Ties go to the lower id: inside a lane to the first, among lanes to the lowest.
-      const BestExpert best = BestOf<0, kEach>(rank[row], score[row]);
-      const uint32_t top = __reduce_max_sync(kAllLanes, best.rank);
-      const int winner = (__ffs(int(__ballot_sync(kAllLanes, best.rank == top))) - 1) & 31;
-      const float taken = __shfl_sync(kAllLanes, best.score, winner);
-      const int id = Min(__shfl_sync(kAllLanes, c.lane() * kEach + best.at, winner), S::kExperts - 1);
+    for (int i = 0; i < kEach; ++i)
+      if (first + i == id) rank[i] = 0;
+    total = total + taken;
+    if (c.lane() == slot) mine = {id, taken};
+  }
+  mine.weight = mine.weight / (total + m.route_eps) * m.routed_scale;
+  return mine;
+}
+
+// For each row one warp of this rank, on SMs that have little else to do: ids and weights to all SMs, and ids into
+// pass.ids. If every SM chose for itself, all of them would read all scores, which takes longer than this way round.
+template <typename S>
+__device__ __noinline__ void ChooseExperts(const Context<S>&) {
+  const Context<S>& c = Anew<S>();
+  constexpr int kEach = kExpertsOfLane<S>;
+  c.ForTasksOfLast(kRows, 4, [&](int row) {
+    if (row >= c.pass().rows) return;
+    Choice choice{S::kExperts, 0.0f};
+    if (row < c.valid) {
+      float score[kEach], bias[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
-        if (c.lane() * kEach + i == id) rank[row][i] = 0;
-      total[row] = total[row] + taken;
-      if (c.lane() == slot) mine[row] = {id, taken};
+        bias[i] = __ldg(c.arrays().small + SmallOf(c).router_bias + ExpertOfLane<S>(i));
+      const uint64_t* scores = reinterpret_cast<const uint64_t*>(c.Frame(Frames<S>::scores)) + row * S::kExperts;
+      ReceiveFloats<kEach % 2 == 0>(
+          c.waiter, c.epoch, [&](int i) { return scores + ExpertOfLane<S>(i); }, score);
+      choice = ChooseForRow(c, score, bias);
     }
-  }
-#pragma unroll
-  for (int row = 0; row < 2; ++row)
-    mine[row].weight = mine[row].weight / (total[row] + m.route_eps) * m.routed_scale;
+    if (c.lane() >= S::kTopK) return;
+    const int pair = row * S::kTopK + c.lane();
+    if (row < c.valid)
+      Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(Frames<S>::choices)) + pair, uint32_t(choice.expert),
+                           __float_as_uint(choice.weight), 0, c.epoch);
+    c.pass().ids[int64_t(c.layer) * c.pass().rows * S::kTopK + pair] = choice.expert;
+  }, kWarps - 4);
 }
 
-// Row warps of every SM, one row or two each: ids and weights into `route`, and of the pass into pass.ids. Not by the
-// first of them, which finishes the pooler. Then ListVisits.
+// ---- visits: by warps that do not multiply, a thread a pair ----
+
+__device__ __forceinline__ void AwaitListers() { ptx::BarSync(3, 32 * kAdders); }
+
+// The choice of a pair, in the list that comes next; `expert` of S::kExperts: none.
 template <typename S>
-__device__ __noinline__ void ChooseExperts(Context<S>& c, RouteShared& route) {
-  InShared(c);
-  InShared(route);
-  constexpr int kEach = kExpertsOfLane<S>, kChoosers = kRowWarps - 1;
-  static_assert(kRows <= 2 * kChoosers, "two rows a warp");
-  if (c.Turn() == 0) return;
-  const int first = c.Turn() - 1, second = first + kChoosers;
-  float score[2][kEach], bias[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) bias[i] = __ldg(c.arrays().small + SmallOf(c).router_bias + ExpertOfLane<S>(i));
-  Choice choice[2] = {};
-  if (first < c.valid) {
-    ReceiveScores(c, {first, second < c.valid ? second : first}, score);
-    ChooseForRows(c, score, bias, choice);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = i ? second : first;
-    if (row >= kRows || c.lane() >= S::kTopK) continue;
-    if (row >= c.valid) choice[i] = {S::kExperts, 0.0f};
-    route.ids[row][c.lane()] = int16_t(choice[i].expert);
-    route.weights[row][c.lane()] = choice[i].weight;
-    if (row < c.valid) atomicOr(&route.hits[route.lists % 2][choice[i].expert], 1u << row);
-    if (row < c.pass().rows && row % c.blocks == c.block)
-      c.pass().ids[(int64_t(c.layer) * c.pass().rows + row) * S::kTopK + c.lane()] = choice[i].expert;
-  }
-  __syncwarp();
+__device__ __forceinline__ void TakeChoice(RouteShared& route, int pair, int expert, float weight) {
+  const int row = pair / S::kTopK, slot = pair % S::kTopK;
+  const bool chosen = uint32_t(expert) < uint32_t(S::kExperts);
+  route.ids[row][slot] = int16_t(chosen ? expert : S::kExperts);
+  route.weights[row][slot] = chosen ? weight : 0.0f;
+  if (chosen) atomicOr(&route.hits[route.lists % 2][expert], 1u << row);
 }
 
-// ---- visits ----
-
-// Warps that do not multiply, one thread a pair.
+// Choices of all rows, those of padding none.
 template <typename S>
-__device__ __forceinline__ void WriteVisits(Context<S>& c, RouteShared& route, int list) {
+__device__ __forceinline__ void ReceiveChoices(const Context<S>& c, RouteShared& route) {
+  constexpr int kThreadsHere = 32 * kAdders, kEach = (S::kPairs + kThreadsHere - 1) / kThreadsHere;
+  const int first = int(threadIdx.x) - 32, pairs = c.valid * S::kTopK;
+  const Word* choices = reinterpret_cast<const Word*>(c.Frame(Frames<S>::choices));
+  Word w[kEach];
+  Receive<Scope::kGpu>(
+      c.waiter, c.epoch, [&](int i) { return choices + Min(first + i * kThreadsHere, pairs - 1); }, w, pairs > 0);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int pair = first + i * kThreadsHere;
+    if (pair < S::kPairs)
+      TakeChoice<S>(route, pair, pair < pairs ? int(Register(w[i], 0)) : S::kExperts,
+                    __uint_as_float(Register(w[i], 1)));
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void WriteVisits(const Context<S>& c, RouteShared& route, int list) {
   constexpr int kWords = (S::kExperts + 31) / 32;
   const uint32_t* hits = route.hits[list % 2];
   VisitMasks<kWords> masks;
@@ -182,20 +190,26 @@ __device__ __forceinline__ void WriteVisits(Context<S>& c, RouteShared& route, i
                                       c.blocks);
 }
 
-// Row warps, after ChooseExperts: warps that do not multiply list the visits, and tell warp 0 by `listed` (phase n is
-// list n of the launch); the others need the list only after AwaitList.
+// After choices were taken; tells warp 0 by `listed` (phase n is list n of the launch). Other warps: AwaitList.
 template <typename S>
-__device__ __noinline__ void ListVisits(Context<S>& c, RouteShared& route) {
-  InShared(c);
-  InShared(route);
+__device__ __forceinline__ void ListVisits(const Context<S>& c, RouteShared& route) {
   const int list = route.lists, thread = int(threadIdx.x) - 32;
-  ptx::BarSync(1, 32 * kRowWarps);
-  if (c.warp >= kFirstMmaWarp) return;
+  AwaitListers();
   WriteVisits(c, route, list);
   for (int i = thread; i < kMostExperts; i += 32 * kAdders) route.hits[(list + 1) % 2][i] = 0;
   if (thread == 0) route.lists = list + 1;
-  ptx::BarSync(3, 32 * kAdders);
+  AwaitListers();
   if (thread == 0) ptx::MbarrierArrive(&route.listed);
+}
+
+// The visits of all rows' choices. By all row warps, of which those that multiply have nothing to do.
+template <typename S>
+__device__ __noinline__ void ListChoices(const Context<S>&, RouteShared& route) {
+  const Context<S>& c = Anew<S>();
+  InShared(route);
+  if (c.warp >= kFirstMmaWarp) return;
+  ReceiveChoices(c, route);
+  ListVisits(c, route);
 }
 __device__ __forceinline__ void AwaitList() { ptx::BarSync(1, 32 * kRowWarps); }
 
@@ -242,8 +256,8 @@ __device__ __forceinline__ void PublishH(const Context<S>& c, int task, const fl
 
 // Row warps: h = r(rms(p) r(1 + gamma)), or with static activations its grid values, for this rank.
 template <typename S>
-__device__ __noinline__ void NormExperts(Context<S>& c) {
-  InShared(c);
+__device__ __noinline__ void NormExperts(Context<S>&) {
+  Context<S>& c = Anew<S>();
   const bool is_static = Takes(c, Activations::kStatic);
   const float input =
       is_static ? LargestScale(c.arrays().small + SmallOf(c).gate_up_input_scale, 2 * S::kExperts) : 1.0f;
@@ -258,8 +272,8 @@ __device__ __noinline__ void NormExperts(Context<S>& c) {
 // The same with per-token activations. A row's scale needs its largest magnitude, so all tasks publish that of their
 // block, in the first of two passes, before any of them waits for the others'.
 template <typename S>
-__device__ __noinline__ void NormExpertsPerToken(Context<S>& c, bool first) {
-  InShared(c);
+__device__ __noinline__ void NormExpertsPerToken(Context<S>&, bool first) {
+  Context<S>& c = Anew<S>();
   using F = Frames<S>;
   c.ForTasks(S::kMoeBlocks * kRows, [&](int task) {
     const int row = task % kRows, block = task / kRows;

@@ -15,7 +15,7 @@ inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kMmaWarps = int(kRanges), kFirstMmaWarp = kWarps - kMmaWarps;
 inline constexpr int kDenseGemms = 5;         // of a layer: enum Dense in dense.cuh
 inline constexpr int kRowWarps = kWarps - 1;  // all but the streaming warp run row tasks
-inline constexpr int kStages = 4;             // a fifth would leave no L1
+inline constexpr int kStages = 3;             // each takes its 36 KB from L1, and a fourth costs more there than it gains
 inline constexpr int kStageBytes = 36864;     // one NVFP4 tile of K = 4096, or 16 rows x 1,024 of bf16
 
 MUSEJAX_FN constexpr int Clamp(int x, int low, int high) { return Min(Max(x, low), high); }

@@ -21,7 +21,7 @@ struct SharedBuffers {
 
 // They lie behind the pass in shared memory; found anew at each use, so that the compiler sees which memory it is.
 __device__ __forceinline__ SharedBuffers& Buffers() {
-  return *reinterpret_cast<SharedBuffers*>(ptx::DynamicShared() + kPassBytes);
+  return *reinterpret_cast<SharedBuffers*>(ptx::DynamicShared() + kPassBytes + kWarps * kContextBytes);
 }
 
 __device__ inline void InitBuffers(SharedBuffers& s) {
@@ -50,7 +50,7 @@ struct RingCursor {
   }
 };
 
-// Warp 0, all lanes in step. What comes between two stages counts: with four of them an SM gets the memory's full rate
+// Warp 0, all lanes in step. What comes between two stages counts: with few of them an SM gets the memory's full rate
 // only if a stage is asked for again within a fraction of a microsecond. So addresses are worked out 32 at a time.
 struct Producer {
   RingCursor at;

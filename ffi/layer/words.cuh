@@ -42,12 +42,20 @@ inline __device__ __noinline__ bool Await(Where* where, uint32_t tag, uint32_t l
   __builtin_assume(__isShared(where));
   Waiter::Wait wait{where};
   const uint64_t first = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(missing), __ffs(int(lanes)) - 1);
-  for (bool there = false;;) {
-    ptx::NanoSleep(kPollNs);
+  for (bool there = false;; ptx::NanoSleep(kPollNs)) {
     const uint32_t seen = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const uint32_t*>(first));
     there = seen == tag;
     if (there || wait.Expired(tag, seen)) return __all_sync(kAllLanes, there);  // all lanes go on, or all give up
   }
+}
+
+// Waits for the word of lane 31 alone, before all lanes look for theirs: looks of all lanes that come too early take L2's
+// time from those that are waited for.
+__device__ __forceinline__ void AwaitOne(Waiter waiter, uint32_t tag, const Word* word) {
+  Await(waiter.where, tag, 0x80000000u, reinterpret_cast<const uint32_t*>(word) + 3);
+}
+__device__ __forceinline__ void AwaitOne(Waiter waiter, uint32_t tag, const uint64_t* word) {
+  Await(waiter.where, tag, 0x80000000u, reinterpret_cast<const uint32_t*>(word) + 1);
 }
 
 // N words at at(0) .. at(N - 1), each waited for; zeros in lanes that want none. By whole warps.
@@ -97,23 +105,30 @@ __device__ __forceinline__ void ReceiveFloats(Waiter waiter, uint32_t tag, const
   }
 }
 
-// N words and M tagged floats at once: what comes at one time takes one way to L2 and back.
+// N words and M tagged floats at once: what comes at one time takes one way to L2 and back. What is there already is not
+// read again.
 //   kSideBySide: at_float(i) and at_float(i + 1) are, for even i; M is even
 template <bool kSideBySide, int N, int M, typename At, typename AtFloat>
 __device__ __forceinline__ void ReceiveBoth(Waiter waiter, uint32_t tag, const At& at, Word (&w)[N],
                                             const AtFloat& at_float, float (&v)[M]) {
   static_assert(!kSideBySide || M % 2 == 0, "two floats a load");
+  uint64_t f[M];
+#pragma unroll
+  for (int i = 0; i < N; ++i) w[i] = MakeWord(0, 0, 0, ~tag);
+#pragma unroll
+  for (int i = 0; i < M; ++i) f[i] = uint64_t(~tag) << 32;
   for (;;) {
     int missing = -1;
-    uint64_t f[M];
 #pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
+    for (int i = 0; i < N; ++i)
+      if (EpochOf(w[i]) != tag) w[i] = ptx::LdRelaxed<Scope::kSys>(at(i));
 #pragma unroll
     for (int i = 0; i < M; i += kSideBySide ? 2 : 1) {
       if constexpr (kSideBySide) {
+        if (uint32_t(f[i] >> 32) == tag && uint32_t(f[i + 1] >> 32) == tag) continue;
         const Word two = ptx::LdRelaxed<Scope::kSys>(reinterpret_cast<const Word*>(at_float(i)));
         f[i] = two.lo, f[i + 1] = two.hi;
-      } else {
+      } else if (uint32_t(f[i] >> 32) != tag) {
         f[i] = ptx::LdRelaxed<Scope::kSys>(at_float(i));
       }
     }

@@ -148,6 +148,7 @@ inline uint64_t GlobalTimer() {
   static uint64_t now = 0;
   return now += 1000;
 }
+inline uint32_t ThreadOfBlock() { return threadIdx.x; }
 inline void NanoSleep(uint32_t) { emulator::Sleep(); }
 inline uint8_t* DynamicShared() { return emulator::current->block->shared; }
 
