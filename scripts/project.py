@@ -2,7 +2,7 @@
 """Projects a speculative step of the released model on 8 GPUs from what was measured on one and on two; a projection,
 not a measurement. Every input is printed with where it comes from; a range is carried through to the result.
 
-    python scripts/project.py [--layer 138 136 139] [--exchange 1.08 1.05 1.16] [--accepted 6.6]
+    python scripts/project.py [--layer 126 125 127] [--exchange 1.08 1.05 1.16] [--accepted 6.6]
 
 The model of a layer is T = W + E: E, the time of the experts' weights, goes with the memory's rate; W, the chain of
 latencies from the end of one list of experts to the next, does not change with it. Exchanges between real GPUs make the
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
         accepted: tokens a step.
     """
 
-    layer: Range = Range(138, 136, 139)
+    layer: Range = Range(126, 125, 127)
     experts: float = 59
     exchange: Range = Range(1.08, 1.05, 1.16)
     bf16_experts_mb: float = 616.6
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
     layer_mb: float = 245.3
     head_mb: float = 413.8
     draft_mb: float = 1400.1
-    draft: Range = Range(1230, 1216, 1248)
+    draft: Range = Range(1241, 1223, 1265)
     rest: Range = Range(50, 0, 150)
     accepted: float = 6.6
 
