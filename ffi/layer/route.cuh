@@ -110,8 +110,8 @@ __device__ __forceinline__ Choice ChooseForRow(const Context<S>& c, const float 
 template <typename S>
 __device__ __noinline__ void ChooseExperts(const Context<S>&) {
   const Context<S>& c = Anew<S>();
-  constexpr int kEach = kExpertsOfLane<S>;
-  c.ForTasksOfLast(kRows, 4, [&](int row) {
+  constexpr int kEach = kExpertsOfLane<S>, kChoosers = 4;  // of an SM: its last warps
+  c.ForTasksOfLast(kRows, kChoosers, [&](int row) {
     if (row >= c.pass().rows) return;
     Choice choice{S::kExperts, 0.0f};
     if (row < c.valid) {
@@ -130,7 +130,7 @@ __device__ __noinline__ void ChooseExperts(const Context<S>&) {
       Publish<Scope::kGpu>(reinterpret_cast<Word*>(c.Frame(Frames<S>::choices)) + pair, uint32_t(choice.expert),
                            __float_as_uint(choice.weight), 0, c.epoch);
     c.pass().ids[int64_t(c.layer) * c.pass().rows * S::kTopK + pair] = choice.expert;
-  }, kWarps - 4);
+  }, kWarps - kChoosers);
 }
 
 // ---- visits: by warps that do not multiply, a thread a pair ----
